@@ -43,6 +43,7 @@ from tuneloop.explorer.proxy.shadow import Shadow
 from tuneloop.explorer.recorder import FILE_BYTES, OutboxLimits, Recorder
 from tuneloop.explorer.routes import (
     admin,
+    files,
     keys,
     metrics_json,
     passthrough,
@@ -143,6 +144,7 @@ def create_app(
     admin.add_routes(app, settings, ledger)
     policies.add_routes(app, settings, ledger)
     keys.add_routes(app, ledger)
+    files.add_routes(app, settings, ledger)
     training_status.add_routes(app, settings, ledger)
     page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):

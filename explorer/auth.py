@@ -147,6 +147,9 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("POST", "/api/public/ingestion"): _FEEDBACK,
     ("POST", "/v1/feedback_tokens"): _FEEDBACK,
     ("POST", "/commit"): _COMMIT,
+    ("GET", "/v1/files"): _READ,
+    ("POST", "/v1/files"): _COMMIT,
+    ("POST", "/v1/uploads"): _COMMIT,
     ("GET", "/training"): _READ | _COMMIT,
     ("GET", "/training/calls"): _READ | _COMMIT,
     ("GET", "/metrics"): _METRICS,
@@ -174,6 +177,10 @@ _BELOW: tuple[tuple[str, str, Scopes], ...] = (
     ("DELETE", "/api/public/scores/", _FEEDBACK),
     ("GET", "/v1/responses/", _INFERENCE | _READ),
     ("GET", "/v1/models/", _INFERENCE | _READ),
+    ("GET", "/v1/files/", _READ),
+    ("DELETE", "/v1/files/", _COMMIT),
+    ("POST", "/v1/uploads/", _COMMIT),
+    ("POST", "/v1/fine_tuning/alpha/graders/", _COMMIT),
 )
 
 #: Below this path are the routes of Trinity's own client, which accepts any type and reads its metrics as JSON.

@@ -22,7 +22,7 @@ from tuneloop.explorer.auth import SCOPE_KEY, Caller, CrossOrigin, EntryGate, Ru
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.http.bodies import read_body
 from tuneloop.explorer.http.encodings import decode_body
-from tuneloop.explorer.limits import PIECE_BYTES, BodyLimits, ConnectionLimits, RequestMeter
+from tuneloop.explorer.limits import METER_KEY, PIECE_BYTES, BodyLimits, ConnectionLimits, RequestMeter
 from tuneloop.shared.errors import RequestRefused
 
 log = structlog.get_logger()
@@ -440,7 +440,7 @@ class Edge:
                 await response(scope, receive, send)
             else:
                 binding_of(scope)
-                scope[SCOPE_KEY] = caller
+                scope[SCOPE_KEY], scope[METER_KEY] = caller, meter
                 answer = _Answer(scope, receive, send, meter=meter, more=more)
                 await self.app(scope, meter.receiver(receive), answer)
         except RequestRefused as error:  # for the token of a run

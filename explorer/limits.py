@@ -43,6 +43,9 @@ _RESERVED_DESCRIPTORS, _FEWEST_CONNECTIONS = 256, 16
 
 Receive = Callable[[], Awaitable[Any]]
 
+#: Where a scope has its meter.
+METER_KEY = "tuneloop.meter"
+
 
 @dataclass(eq=False)
 class ConnectionLimits:
@@ -207,6 +210,7 @@ class RequestMeter:
         self._held_bytes, self._users, self._is_counted, self._asked_at = 0, 1, False, math.inf
         self._body_bytes, self._choices = 0, 1
         self._most: int | None = None
+        self._is_streamed = False
         key.usage.concurrent += 1
 
     def receiver(self, receive: Receive) -> Receive:
@@ -218,15 +222,21 @@ class RequestMeter:
             if is_whole:
                 return await receive()
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(until) as timeout:
+                    if self._is_streamed:
+                        timeout.reschedule(asyncio.get_running_loop().time() + self._limits.body_timeout_s)
                     message = await receive()
             except TimeoutError:
                 raise RequestRefused("the body did not come in time", status=408, code="body_timeout") from None
-            self.hold(len(message.get("body", b"")))
+            self.hold(0 if self._is_streamed else len(message.get("body", b"")))
             is_whole = not message.get("more_body", False)
             return message
 
         return receive_bounded
+
+    def begin_stream(self) -> None:
+        """The body goes to disk as it comes: it is not held, and each piece of it has the time of a whole one."""
+        self._is_streamed = True
 
     def hold(self, size: int) -> None:
         """Count bytes that are held for it: of its body, of what it names, or of its answer. Raises RequestRefused."""

@@ -124,9 +124,7 @@ _OF_OTHERS: Sequence[tuple[re.Pattern[str], str]] = (
     (_SERVED, "the path has no /v1: the base URL is {base}"),
     (re.compile(r"/v1/(embeddings|moderations|audio|images|videos)\b"), "the model generates text, and nothing else"),
     (
-        re.compile(
-            r"/v1/(fine_tuning|files|batches|evals|assistants|threads|vector_stores|containers|conversations)\b"
-        ),
+        re.compile(r"/v1/(batches|evals|assistants|threads|vector_stores|containers|conversations)\b"),
         "not served: what was said comes in by requests or by `tuneloop import`, ratings by POST /feedback",
     ),
     (re.compile(r"/v1/responses/(compact|input_tokens)"), "not served: send all turns, or previous_response_id"),

@@ -26,6 +26,7 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetRep
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
+from tuneloop.explorer.finetuning.stored_bytes import sweep_files
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.forgetting import Forgetting
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
@@ -234,6 +235,7 @@ async def open_control_services(
         _presence(settings, ledger, fleet, metrics),
         version_log.run(),
         forgetting.run(),
+        sweep_files(settings, ledger, metrics),
         reloader.run(),
         CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader).run(),
         canary_controller.run(),

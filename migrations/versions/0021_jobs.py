@@ -49,6 +49,7 @@ def upgrade() -> None:
         Column("created_at", Double, nullable=False),
         Column("created_by", Text, nullable=False),
         Column("expires_at", Double, nullable=False),
+        Column("keeps_s", Integer, nullable=True),
         Column("file", String(64), nullable=True),
         CheckConstraint("status IN ('pending', 'completed', 'cancelled', 'expired')", name="ck_uploads_status"),
         ForeignKeyConstraint(["file"], ["files.id"], name="fk_uploads_file"),

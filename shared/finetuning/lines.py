@@ -228,7 +228,7 @@ def _check_message(message: Mapping[str, Any], at: str) -> None:
     """Raise _Mistake for a message that is wrong by itself."""
     role, content, calls, weight = (message.get(name) for name in ("role", "content", "tool_calls", "weight"))
     if role not in _ROLES:
-        raise _Mistake(f"{at}.role must be one of {', '.join(_ROLES)}, not {role!r}")
+        raise _Mistake(f"{at}.role must be one of {', '.join(_ROLES)}, not {role!r:.64}")
     _refuse_unknown(message, _MESSAGE_FIELDS, f"{at}.")
     if weight is not None and (role != "assistant" or type(weight) is not int or weight not in (0, 1)):
         raise _Mistake(f"{at}.weight must be 0 or 1, and stand in messages of the assistant alone")
@@ -253,7 +253,7 @@ def _check_call(call: object, at: str, named: Collection[str]) -> str:
     if not _is_text(call.get("id")):
         raise _Mistake(f"{at}.id must be a string")
     if function.get("name") not in named:
-        raise _Mistake(f"{at} calls {function.get('name')!r}, which is none of the tools of the line")
+        raise _Mistake(f"{at} calls {function.get('name')!r:.64}, which is none of the tools of the line")
     try:
         arguments = orjson.loads(function["arguments"])
     except (KeyError, TypeError, ValueError):

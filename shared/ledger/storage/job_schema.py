@@ -34,7 +34,8 @@ files = Table(
     Index(None, "tenant", "created_at", "id"),
 )
 
-#: Files that come in parts; `parts` are the ids of the parts that were taken, as JSON, each a file in the job folder.
+#: Files that come in parts; `parts` are the bytes of each part by its id, as JSON, each a file in the job folder. The
+#: file is kept for `keeps_s`.
 uploads = Table(
     "uploads",
     metadata,
@@ -49,6 +50,7 @@ uploads = Table(
     Column("created_at", Double, nullable=False),
     Column("created_by", Utf8Text, nullable=False),
     Column("expires_at", Double, nullable=False),
+    Column("keeps_s", Integer, nullable=True),
     Column("file", String(64), ForeignKey("files.id"), nullable=True),
     CheckConstraint("status IN ('pending', 'completed', 'cancelled', 'expired')", name="status"),
     Index(None, "tenant", "created_at", "id"),

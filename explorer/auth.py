@@ -128,6 +128,7 @@ OPEN: Scopes = frozenset()
 _INFERENCE, _FEEDBACK = frozenset({Scope.INFERENCE}), frozenset({Scope.FEEDBACK})
 _READ, _COMMIT = frozenset({Scope.READ}), frozenset({Scope.COMMIT})
 _METRICS, _ADMIN = frozenset({Scope.METRICS}), frozenset({Scope.ADMIN})
+_OF_JOBS = frozenset({Scope.INFERENCE, Scope.FEEDBACK, Scope.READ, Scope.COMMIT})
 
 #: Any one of the scopes will do. Trinity's prefix is taken off before.
 _ROUTES: dict[tuple[str, str], Scopes] = {
@@ -333,6 +334,8 @@ class Gatekeeper:
         for secret in candidates:
             if secret.startswith(feedback_tokens.PREFIX):
                 return self._bearer_of(secret, path, proxied=proxied)
+            if secret.startswith(feedback_tokens.JOB_PREFIX):
+                return self._job_of(secret, required)
             digest = digest_of(secret)
             if (holder := self._holders.get(digest)) is not None:
                 return _check(holder, required, path, hint(scope) if required is _ADMIN else "")
@@ -371,6 +374,15 @@ class Gatekeeper:
         else:
             maker = self._without_key(path, "token_unknown", proxied=proxied)
         return replace(maker, scopes=frozenset({Scope.FEEDBACK}), binding=claims.binding)
+
+    def _job_of(self, token: str, required: frozenset[Scope]) -> Caller:
+        """The fine-tuning job that asks its own service. Raises RequestRefused."""
+        claims = self._tokens.read_job(token)
+        if claims is None or steady_clock() >= claims.expires_at:
+            raise _no_entry("this token is not one of ours, or has expired", "token_unknown")
+        if _OF_JOBS.isdisjoint(required):
+            raise RequestRefused("a job asks for replies, and rates them", status=403, code="scope_missing")
+        return Caller(name=claims.job, tenant=claims.tenant, scopes=_OF_JOBS, policy=claims.policy)
 
     @property
     def needs_admin_key(self) -> bool:

@@ -3,6 +3,8 @@
     fb-<base64url of the claims>.<base64url of HMAC-SHA256 over them>
 
 Of a token the ledger has how often it was used: the claims say which key made it, and it lives no longer than that key.
+
+A fine-tuning job asks its own service by a token that begins with JOB_PREFIX, as one of its tenant.
 """
 
 import base64
@@ -10,16 +12,18 @@ import binascii
 import hashlib
 import hmac
 import secrets
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
-PREFIX = "fb-"
+PREFIX, JOB_PREFIX = "fb-", "ftjob-token-"
 
 #: The longest life, in seconds, and the most events.
 MAX_LIFE_S, MAX_EVENTS = 86400.0, 100
 
 _NONCE_BYTES = 12
+
+_Claims = TypeVar("_Claims", bound=msgspec.Struct)
 
 #: A token is a few hundred characters; a longer one is not looked at.
 _LONGEST = 4096
@@ -60,6 +64,15 @@ class TokenClaims(msgspec.Struct, frozen=True):
         return FeedbackBinding(self.msg_id, source, self.expires_at, self.max_events, self.nonce, self.key_id)
 
 
+class JobClaims(msgspec.Struct, frozen=True):
+    """What the token of a fine-tuning job says: which job of which tenant, the policy that answers it, until when."""
+
+    job: str
+    tenant: str
+    policy: int
+    expires_at: float
+
+
 class FeedbackTokens:
     """Signs and reads tokens under a secret of the installation."""
 
@@ -75,14 +88,27 @@ class FeedbackTokens:
 
     def read(self, token: str) -> TokenClaims | None:
         """What a token of ours says; None for any other text."""
-        payload, _, mac = token.removeprefix(PREFIX).partition(".")
+        return self._read(token, PREFIX, TokenClaims)
+
+    def sign_job(self, claims: JobClaims) -> str:
+        """A token with which a job asks its own service."""
+        payload = _text(msgspec.msgpack.encode(claims))
+        return f"{JOB_PREFIX}{payload}.{_text(self._mac(JOB_PREFIX + payload))}"
+
+    def read_job(self, token: str) -> JobClaims | None:
+        """What such a token says; None for any other text."""
+        return self._read(token, JOB_PREFIX, JobClaims)
+
+    def _read(self, token: str, prefix: str, kind: type[_Claims]) -> _Claims | None:
+        payload, _, mac = token.removeprefix(prefix).partition(".")
         if len(token) > _LONGEST or not token.isascii():
             return None
-        if not hmac.compare_digest(mac, _text(self._mac(payload))):
+        signed = payload if prefix == PREFIX else prefix + payload
+        if not hmac.compare_digest(mac, _text(self._mac(signed))):
             return None
         try:
             data = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4))
-            return msgspec.msgpack.decode(data, type=TokenClaims)
+            return msgspec.msgpack.decode(data, type=kind)
         except (binascii.Error, msgspec.MsgspecError):
             return None
 

@@ -273,6 +273,13 @@ class Workers:
         return self._services.stops() if self._begun.is_set() else ()
 
     @property
+    def url(self) -> str:
+        """Where programs of this machine reach the workers."""
+        host, port = self._sockets[0].getsockname()[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    @property
     def movements(self) -> list[WorkerMovement]:
         """What each worker has told last of the parts that it asks."""
         return [worker.movement for worker in self._serving if worker.movement is not None]

@@ -26,6 +26,7 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetRep
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
+from tuneloop.explorer.finetuning.reinforcement import ReinforcementJobs
 from tuneloop.explorer.finetuning.stored_bytes import sweep_files
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.forgetting import Forgetting
@@ -85,6 +86,10 @@ class WorkerReplicas(FleetReplicas, WatchedWorkers, Protocol):
     """
 
     database_away: bool
+
+    @property
+    def url(self) -> str:
+        """Where programs of this machine reach the workers."""
 
     def tell_results(self, owner: str, results: FeedbackResults) -> None:
         """Let the worker that took feedback know what became of it."""
@@ -216,6 +221,9 @@ async def open_control_services(
         ledger=ledger,
         engine_sleep=sleep,
     )
+    reinforcement = ReinforcementJobs(
+        settings, ledger, metrics=metrics, find_url=lambda: audience.url, wait_until_taken=services.wait_until_taken
+    )
     version_log = VersionLog(ledger, metrics, interval_s=interval_s)
     _trace_decisions(settings, version_log, stack)
     signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
@@ -236,6 +244,7 @@ async def open_control_services(
         version_log.run(),
         forgetting.run(),
         sweep_files(settings, ledger, metrics),
+        reinforcement.run(),
         reloader.run(),
         CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader).run(),
         canary_controller.run(),

@@ -191,6 +191,8 @@ class FileRoutes:
             raise wrong_type("part_ids", "a list of the ids of parts")
         if upload.status == "completed":  # the answer before may have been lost
             return JSONResponse(_upload(upload, await self._find(request, upload.file or "")))
+        if upload.status != "pending":
+            raise RequestRefused(f"the upload is {upload.status}", code=f"upload_{upload.status}")
         if unknown := [each for each in part_ids if each not in upload.parts]:
             raise RequestRefused(f"the upload has no part {unknown[0][:64]!r}", code="invalid_value", param="part_ids")
         size = sum(upload.parts[each] for each in part_ids)

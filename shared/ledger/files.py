@@ -11,8 +11,10 @@ import msgspec
 from sqlalchemy import ColumnElement, and_, insert, or_, select, tuple_, update
 
 from tuneloop.shared.errors import FileRefused
+from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage.database import LedgerPart, portions
 from tuneloop.shared.ledger.storage.job_schema import files, jobs, uploads
+from tuneloop.shared.ledger.storage.schema import experiences
 
 #: The folder of the files, below the job folder.
 FILES = "files"
@@ -62,6 +64,20 @@ class FilePage(NamedTuple):
 
     files: list[StoredFile]
     more: bool
+
+
+class PromptSample(NamedTuple):
+    """A reply to a prompt of a file, and what became of it."""
+
+    task_id: str
+    run_id: str
+    msg_id: str
+    text: str
+    tool_calls: bytes | None
+    completion_tokens: int
+    reward: float | None
+    state: State
+    trained_version: int | None
 
 
 class Files(LedgerPart):
@@ -155,6 +171,15 @@ class Files(LedgerPart):
             upload = self._upload_of(row)
             known |= dict.fromkeys(upload.parts.keys() & {*names}, upload.status == "pending")
         return known
+
+    def samples(self, tenant: str, task_ids: Collection[str]) -> list[PromptSample]:
+        """The replies of these tasks."""
+        columns = select(*(experiences.c[name] for name in PromptSample._fields)).where(experiences.c.tenant == tenant)
+        found = []
+        for some in portions(task_ids):
+            for row in self._read(columns.where(experiences.c.task_id.in_(some), experiences.c.correction == 0)):
+                found.append(PromptSample(*row)._replace(state=State(row.state)))
+        return found
 
     def _live(self) -> ColumnElement[bool]:
         return and_(files.c.deleted_at.is_(None), or_(files.c.expires_at.is_(None), files.c.expires_at > self._clock()))

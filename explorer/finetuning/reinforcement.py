@@ -1,0 +1,313 @@
+"""Runs the fine-tuning jobs of the method `reinforcement`, as a client of this service, in the explorer that leads.
+
+A step asks its prompts of the job's policy, some samples each, has them graded, rates and commits them, and waits until
+the version that learnt from them answers. What was recorded is not asked again: a task is `file:line:job:epoch`, and
+its runs are the samples. The metrics of a step say with which prompt the next one begins.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from functools import partial
+from random import Random
+from statistics import fmean
+from typing import Any
+
+import httpx
+import orjson
+import structlog
+
+from tuneloop.explorer.access.feedback_tokens import FeedbackTokens, JobClaims
+from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.finetuning.own_service import asking, gather, post
+from tuneloop.explorer.metrics import Metrics
+from tuneloop.shared.errors import (
+    EngineError,
+    FileRefused,
+    JobRefused,
+    LedgerUnavailable,
+    PolicyRefused,
+    RequestRefused,
+)
+from tuneloop.shared.experience import JobState, State, VersionState, steady_clock
+from tuneloop.shared.finetuning.graders import Sample, check_grader, grade
+from tuneloop.shared.finetuning.lines import FileLine, read_lines
+from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.ledger.files import FILES, PromptSample
+from tuneloop.shared.ledger.jobs import Job
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.policies import settings_of_policy
+from tuneloop.shared.settings.settings import Settings
+
+log = structlog.get_logger()
+
+#: How often it is looked for jobs, and for what became of the rows of a step.
+LOOK_S = 1.0
+
+#: Until a job is tried again whose service does not answer.
+_PAUSE_S = 5.0
+
+#: Requests of a job that are in flight at once, and the prompts of a validation file that are asked.
+_CONCURRENT, _VALIDATED = 16, 256
+
+#: Each request has a token of its own, which is of no use soon.
+_TOKEN_S = 60.0
+
+#: The rows of a step are committed at once. Those of a group whose rewards are all the same are dropped: a step is made
+#: of the rest.
+_BATCH_TIMEOUT_S = 2.0
+
+#: The newest events of a job among which that of its last step is.
+_EVENTS = 500
+
+Wait = Callable[[float], Awaitable[bool]]
+
+
+class ReinforcementJobs:
+    """Looks for such jobs, and drives each in a task of its own. `find_url` tells where this service answers."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        *,
+        metrics: Metrics,
+        find_url: Callable[[], str],
+        wait_until_taken: Wait,
+    ) -> None:
+        self._settings, self._ledger, self._metrics = settings, ledger, metrics
+        self._find_url, self._wait = find_url, wait_until_taken
+        self._tokens = FeedbackTokens(load_key(settings.job_dir / KEY))
+        self._driving: dict[str, asyncio.Task[None]] = {}
+        self._reasons: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Look for jobs for ever."""
+        try:
+            await every(LOOK_S, self.turn, task="reinforcement", metrics=self._metrics)
+        finally:
+            self._stop(self._driving)
+
+    async def turn(self) -> None:
+        """Begin with jobs that nobody drives here; leave those that are over, paused, or another explorer's by now."""
+        found = await asyncio.to_thread(self._ledger.jobs.open, (JobState.QUEUED, JobState.RUNNING))
+        jobs = {each.id: each for each in found if each.method == "reinforcement"}
+        self._stop(self._driving.keys() - jobs.keys())
+        lead = partial(self._ledger.explorers.lead, self._settings.explorer_name)
+        if not jobs or await asyncio.to_thread(lead) is None:
+            self._stop(self._driving)
+            return
+        for job in jobs.values():
+            if (task := self._driving.get(job.id)) is None or task.done():
+                self._driving[job.id] = asyncio.create_task(self._drive(job))
+
+    def _stop(self, names: Collection[str]) -> None:
+        for name in [*names]:
+            self._driving.pop(name).cancel()
+
+    async def _drive(self, job: Job) -> None:
+        def sign(request: httpx.Request) -> httpx.Request:
+            claims = JobClaims(job.id, job.tenant, job.policy, steady_clock() + _TOKEN_S)
+            request.headers["authorization"] = f"Bearer {self._tokens.sign_job(claims)}"
+            return request
+
+        limits, timeout_s = httpx.Limits(max_connections=_CONCURRENT), self._settings.explorer.request_timeout
+        try:
+            async with httpx.AsyncClient(
+                base_url=self._find_url(), auth=sign, timeout=timeout_s, limits=limits
+            ) as client:
+                await JobRun(job, self._settings, self._ledger, client, self._wait).run()
+        except (LedgerUnavailable, EngineError) as error:
+            log.warning("reinforcement_put_off", job=job.id, reason=str(error))
+            if isinstance(error, EngineError) and self._reasons.get(job.id) != str(error):
+                self._reasons[job.id] = str(error)
+                note = partial(self._ledger.jobs.note, job.id, f"The job waits: {error}", level="warn")
+                await asyncio.to_thread(note)
+            await asyncio.sleep(_PAUSE_S)
+        except (FileRefused, JobRefused, PolicyRefused, RequestRefused) as error:
+            failed = {"code": "job_failed", "message": str(error), "param": None}
+            change = partial(self._ledger.jobs.change, job.id, JobState.FAILED, f"The job failed: {error}")
+            try:
+                await asyncio.to_thread(partial(change, error=failed))
+            except JobRefused:  # it was cancelled meanwhile
+                log.info("reinforcement_not_failed", job=job.id, reason=str(error))
+        except Exception:
+            log.exception("reinforcement_failed", job=job.id)
+            await asyncio.sleep(_PAUSE_S)
+
+
+class JobRun:
+    """One job, from where it is to its end, or until it is cancelled."""
+
+    def __init__(
+        self, job: Job, settings: Settings, ledger: Ledger, client: httpx.AsyncClient, wait_until_taken: Wait
+    ) -> None:
+        self._job, self._settings, self._ledger, self._client = job, settings, ledger, client
+        self._wait, self._slots = wait_until_taken, asyncio.Semaphore(_CONCURRENT)
+        self._grader, self._asked = check_grader(job.grader), dict(job.hyperparameters)
+        self._line = ledger.versions.of(job.policy)
+        self._refused: dict[int, str] = {}
+
+    async def run(self) -> None:
+        """Do its steps.
+
+        Raises RequestRefused where it can learn from no prompt, FileRefused and JobRefused where it cannot go on, and
+        EngineError and LedgerUnavailable where it may later.
+        """
+        job, ledger = self._job, self._ledger
+        self._numbers = [line.number for line in await self._read(job.training_file)]
+        if not self._numbers:
+            raise JobRefused("the training file has no lines any more")
+        policy = await asyncio.to_thread(ledger.policies.get, job.policy)
+        options = {"buffer.batch_timeout": _BATCH_TIMEOUT_S} | policy.settings
+        if options != policy.settings:
+            await asyncio.to_thread(ledger.policies.set_options, job.policy, options)
+        self._samples = settings_of_policy(self._settings, options).buffer.group_size
+        if job.state is JobState.QUEUED:
+            await asyncio.to_thread(ledger.jobs.change, job.id, JobState.RUNNING, "Fine-tuning job started")
+        events = await asyncio.to_thread(partial(ledger.jobs.events, job.id, limit=_EVENTS))
+        done: dict[str, Any] = {"step": 0, "next_prompt": 0, "trained_tokens": 0}
+        done |= next((each.data for each in events if each.data and "next_prompt" in each.data), {})
+        for step in range(done["step"] + 1, job.total_steps + 1):
+            tasks, rewards, place = await self._sample(done["next_prompt"])
+            tokens, version = await self._learn(tasks)
+            mean, tokens = fmean(rewards), tokens + done["trained_tokens"]
+            done = {"step": step, "train_mean_reward": mean, "next_prompt": place, "trained_tokens": tokens}
+            done |= {"total_steps": job.total_steps, "version": version}
+            message, is_due = f"Step {step}/{job.total_steps}: train mean reward={mean:.4f}", step == job.total_steps
+            if job.validation_file and (is_due or step % self._asked["eval_interval"] == 0):
+                done["valid_mean_reward"] = valid = await self._validate(job.validation_file)
+                message += f", validation mean reward={valid:.4f}"
+            await asyncio.to_thread(partial(ledger.jobs.note, job.id, message, data=done))
+        champion = await asyncio.to_thread(self._line.champion)
+        if champion.begins:
+            raise JobRefused("no step changed the model: the samples of each prompt always had the same reward")
+        ends = {"version": champion.version, "trained_tokens": done["trained_tokens"]}
+        end = partial(ledger.jobs.change, job.id, JobState.SUCCEEDED, "The job has successfully completed", **ends)
+        await asyncio.to_thread(end)
+
+    async def _read(self, file_id: str, numbers: Collection[int] | None = None) -> list[FileLine]:
+        """Lines of a file, or all of them without what they hold. The file is read, and not kept."""
+        path = self._settings.job_dir / FILES / file_id
+
+        def read() -> Iterator[FileLine]:
+            for line in read_lines(path, "reinforcement"):
+                if numbers is None:
+                    yield FileLine(number=line.number, messages=[])
+                elif line.number in numbers:
+                    yield line
+
+        return await asyncio.to_thread(lambda: [*read()])
+
+    def _task(self, place: int) -> tuple[int, str]:
+        """The line that is asked at a place of the whole job, and the task that it is then."""
+        epoch, at = divmod(place, len(self._numbers))
+        order = [*self._numbers]
+        Random(f"{self._job.seed}:{epoch}").shuffle(order)
+        return order[at], f"{self._job.training_file}:{order[at]}:{self._job.id}:{epoch}"
+
+    async def _sample(self, place: int) -> tuple[list[str], list[float], int]:
+        """Have the prompts of a step answered and rated: their tasks, the rewards, and the place of the next prompt.
+
+        A prompt that is refused gives its turn to the next one. Raises RequestRefused where all are.
+        """
+        tasks, rewards = list[str](), list[float]()
+        while len(tasks) < self._asked["batch_size"]:
+            if len(self._refused) == len(self._numbers):
+                raise RequestRefused(f"all prompts were refused; the last one: {[*self._refused.values()][-1]}")
+            if not await self._wait(_PAUSE_S):
+                raise LedgerUnavailable("what was acknowledged is not in the database yet")
+            chosen = [self._task(place + each) for each in range(self._asked["batch_size"] - len(tasks))]
+            place += len(chosen)
+            names = [task for _, task in chosen]
+            lines = {line.number: line for line in await self._read(self._job.training_file, {n for n, _ in chosen})}
+            there = await asyncio.to_thread(self._ledger.files.samples, self._job.tenant, names)
+            asked = [(task, lines[number]) for number, task in chosen if number in lines]
+            found = await gather(*(self._ask_all(line, task, there) for task, line in asked))
+            for (task, _), rated in zip(asked, found, strict=True):
+                tasks += [task] if rated else []
+                rewards += rated
+        return tasks, rewards, place
+
+    async def _ask_all(self, line: FileLine, task: str, there: Sequence[PromptSample]) -> list[float]:
+        """The rewards of the samples of a prompt; none where it is refused. What is there is not asked again."""
+        if line.number in self._refused:
+            return []
+        before = {each.run_id: each for each in there if each.task_id == task}
+
+        async def ask(run_id: str) -> float:
+            if (known := before.get(run_id)) is not None and known.reward is not None:
+                return known.reward
+            if known is None:
+                labels = {"tuneloop_task_id": task, "tuneloop_run_id": run_id}
+                msg_id, sample = await self._ask(line, metadata=labels)
+            else:
+                tools = orjson.loads(known.tool_calls or b"[]")
+                msg_id, sample = known.msg_id, Sample(text=known.text, tools=tools, item=line.item)
+            reward = (await grade(self._grader, sample, asking(self._client))).reward
+            rated = {"msg_ids": [msg_id], "reward": reward, "idempotency_key": f"{task}/{run_id}"}
+            await post(self._client, "/feedback", rated)
+            return reward
+
+        try:
+            return await gather(*(ask(str(each)) for each in range(self._samples)))
+        except RequestRefused as error:
+            self._refused[line.number] = str(error)
+            warn = f"Line {line.number} of the training file is left out: {error}"
+            await asyncio.to_thread(partial(self._ledger.jobs.note, self._job.id, warn, level="warn"))
+            return []
+
+    async def _ask(self, line: FileLine, **more: Any) -> tuple[str, Sample]:
+        """The policy's reply to a prompt, and its id."""
+        messages = [{name: each[name] for name in each if name != "weight"} for each in line.messages]
+        body: dict[str, Any] = {"model": self._settings.served_model_name, "messages": messages, "temperature": 1.0}
+        if line.tools:
+            body["tools"] = line.tools
+        if (effort := self._asked.get("reasoning_effort", "default")) != "default":
+            body["reasoning_effort"] = effort
+        async with self._slots:
+            answer = await post(self._client, "/v1/chat/completions", body | more)
+        said = answer["choices"][0]["message"]
+        sample = Sample(text=said.get("content") or "", tools=said.get("tool_calls") or [], item=line.item)
+        return answer["id"], sample
+
+    async def _learn(self, tasks: Sequence[str]) -> tuple[int, int | None]:
+        """Release a step's rows, and wait until a version that learnt from them answers, or all of them were dropped.
+
+        How many tokens were learnt from, and the version.
+        """
+        while True:
+            rows = await asyncio.to_thread(self._ledger.files.samples, self._job.tenant, tasks)
+            states = {row.state for row in rows}
+            if not rows or states & {State.RECORDED, State.REWARDED}:
+                await post(self._client, "/commit", {"task_ids": [*tasks]})
+            elif not states & {State.COMMITTED, State.LEASED}:
+                break
+            await asyncio.sleep(LOOK_S)
+        trained = [row for row in rows if row.trained_version is not None]
+        version = max((row.trained_version or 0 for row in trained), default=None)
+        while version is not None:
+            found = await asyncio.to_thread(self._line.get, version)
+            if found is None or found.state not in {VersionState.CANDIDATE, VersionState.CANARY}:
+                break
+            await asyncio.sleep(LOOK_S)
+        return sum(row.completion_tokens for row in trained), version
+
+    async def _validate(self, file_id: str) -> float:
+        """The mean reward over prompts of the validation file, spread evenly; nothing of it is recorded.
+
+        A prompt that is refused is worth nothing.
+        """
+        numbers = [line.number for line in await self._read(file_id)]
+        chosen = {*numbers[:: -(-len(numbers) // _VALIDATED)]}
+
+        async def score(line: FileLine) -> float:
+            try:
+                _, sample = await self._ask(line, store=False)
+            except RequestRefused:
+                return 0.0
+            return (await grade(self._grader, sample, asking(self._client))).reward
+
+        lines = await self._read(file_id, chosen)
+        return fmean(
+            await gather(*(score(line) for line in lines for _ in range(self._asked["eval_samples"]))) or [0.0]
+        )

@@ -26,9 +26,11 @@ from tuneloop.cli.options import (
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State, person_behind, person_name
 from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.retention import (
     NOTHING_ERASED,
+    ErasureResult,
     bounds_of,
     bounds_of_tenants,
     stored_name,
@@ -213,6 +215,52 @@ def erase(
         for name in stored:
             deleted.append(ledger.retention.erase(tenant, name, dry_run=dry_run))
             count(len(deleted[-1].msg_ids))
+    return _tell(ledger, tenant, user, names, deleted, dry_run=dry_run)
+
+
+def erase_line(ledger: Ledger, job_dir: Path, file_id: str, line: int, *, dry_run: bool = False) -> Erasure:
+    """Delete what was made of a line of an uploaded file, and write spaces in its place: no other line moves.
+
+    Raises EnvironmentRefused where there is no such file, or no such line.
+    """
+    if (file := ledger.files.find(file_id, gone=True)) is None:
+        raise EnvironmentRefused(f"--file: there is no file {file_id}")
+    problems = []
+    try:
+        with (job_dir / FILES / file.id).open("rb" if dry_run else "r+b") as stored:
+            place = next(((at, size) for number, at, size in _places(stored) if number == line), None)
+            if place is None:
+                raise EnvironmentRefused(f"--line: {file_id} has no line {line}")
+            if not dry_run:
+                stored.seek(place[0])
+                stored.write(b" " * place[1])
+                stored.flush()
+                os.fsync(stored.fileno())
+    except FileNotFoundError:
+        pass  # it was deleted, and no job needs it any more
+    except OSError as error:
+        problems.append(f"{job_dir / FILES / file.id}: {error.strerror}")
+    deleted = [ledger.retention.erase_line(file.tenant, file.id, line, dry_run=dry_run)]
+    found = _tell(ledger, file.tenant, f"{file.id}:{line}", (), deleted, dry_run=dry_run)
+    return found._replace(problems=(*problems, *found.problems))
+
+
+def _places(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """Each line's number, where it begins, and how many bytes it has before its end."""
+    number, begin, at = 1, 0, 0
+    while data := file.readline(1 << 20):
+        at += len(data)
+        if data.endswith(b"\n"):
+            yield number, begin, at - begin - 1
+            number, begin = number + 1, at
+    if at > begin:
+        yield number, begin, at - begin
+
+
+def _tell(
+    ledger: Ledger, tenant: str, user: str, names: tuple[str, ...], deleted: list[ErasureResult], *, dry_run: bool
+) -> Erasure:
+    """Erase the exported files too, and tell what was deleted."""
     person = Person(tenant, names, frozenset().union(*(each.msg_ids for each in deleted)))
     files = tuple(erase_rows(export.path, person, dry_run=dry_run) for export in ledger.retention.exported_files())
     problems = [f"{file.path}: {file.problem}" for file in files if file.problem]
@@ -278,26 +326,28 @@ def purge(
 
 def erase_(
     config: ConfigOption,
-    user: Annotated[str, typer.Option(help="The person, as requests name them in `user`, or feedback as its source.")],
+    user: Annotated[
+        str | None, typer.Option(help="The person, as requests name them in `user`, or feedback as its source.")
+    ] = None,
     tenant: Annotated[str, typer.Option(help="Whose person.")] = "default",
+    file: Annotated[str | None, typer.Option(help="In place of a person: an uploaded file, by its id.")] = None,
+    line: Annotated[int | None, typer.Option(min=1, help="The number of a line of --file, from 1.")] = None,
     dry_run: DryRun = False,
     as_json: JsonOption = False,
     set_: SetOption = None,
 ) -> None:
-    """Delete a person everywhere, and list the versions that were trained on them. Services may run.
+    """Delete a person, or a line of a file, everywhere, and list the versions that learnt from it. Services may run.
 
     Running explorers clear their outboxes within ten minutes. Ends with 1 if something could not be reached.
     """
+    if (user is None) == (file is None) or (file is None) != (line is None):
+        raise typer.BadParameter("give --user, or --file and --line together")
     with existing_ledger(config, set_) as (settings, ledger):
-        if not (key := settings.job_dir / KEY).exists():
-            raise EnvironmentRefused(
-                f"checkpoint_root_dir: {key} is missing, and with it people's pseudonyms: restore it from a copy;"
-                " if it is lost, an explorer makes a new one when it starts, and who was redacted before is not found"
-                " any more"
-            )
-        redactor = Redactor(Detector(settings.privacy), key=load_key(key))
         left = "" if dry_run else _left_outbox(settings)
-        result = erase(ledger, tenant, user, redactor=redactor, dry_run=dry_run)
+        if file is not None and line is not None:
+            result = erase_line(ledger, settings.job_dir, file, line, dry_run=dry_run)
+        else:
+            result = _erase_person(settings, ledger, user or "", tenant, dry_run=dry_run)
         result = result._replace(problems=(*result.problems, *filter(None, [left])))
     if as_json:
         lists = {name: [each._asdict() for each in getattr(result, name)] for name in ("versions", "files")}
@@ -306,6 +356,17 @@ def erase_(
         echo("\n".join(_erasure_lines(result)))
     if result.problems:
         raise typer.Exit(1)
+
+
+def _erase_person(settings: Settings, ledger: Ledger, user: str, tenant: str, *, dry_run: bool) -> Erasure:
+    if not (key := settings.job_dir / KEY).exists():
+        raise EnvironmentRefused(
+            f"checkpoint_root_dir: {key} is missing, and with it people's pseudonyms: restore it from a copy;"
+            " if it is lost, an explorer makes a new one when it starts, and who was redacted before is not found"
+            " any more"
+        )
+    redactor = Redactor(Detector(settings.privacy), key=load_key(key))
+    return erase(ledger, tenant, user, redactor=redactor, dry_run=dry_run)
 
 
 def _left_outbox(settings: Settings) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, and_, insert, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, and_, insert, or_, select, true, tuple_, update
 
 from tuneloop.shared.errors import FileRefused
 from tuneloop.shared.experience import State
@@ -90,9 +90,12 @@ class Files(LedgerPart):
             connection.execute(insert(files).values(msgspec.structs.asdict(kept)))
         return kept
 
-    def find(self, file_id: str, tenant: str | None = None) -> StoredFile | None:
-        """That file, of a tenant or, with None, of any; None if there is none, or it was deleted or has expired."""
-        chosen = select(files).where(files.c.id == file_id, self._live())
+    def find(self, file_id: str, tenant: str | None = None, *, gone: bool = False) -> StoredFile | None:
+        """That file, of a tenant or, with None, of any; None if there is none.
+
+        None too if it was deleted or has expired, unless `gone` ones are wanted.
+        """
+        chosen = select(files).where(files.c.id == file_id, true() if gone else self._live())
         rows = self._read(chosen if tenant is None else chosen.where(files.c.tenant == tenant))
         return StoredFile(**rows[0]._mapping) if rows else None
 

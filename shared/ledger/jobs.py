@@ -140,7 +140,7 @@ class Jobs(LedgerPart):
         if before is not None:
             chosen = chosen.where(job_events.c.id < before)
         rows = self._read(chosen.order_by(job_events.c.id.desc()).limit(limit))
-        return [JobEvent(**row._mapping | {"data": row.data and msgspec.json.decode(row.data)}) for row in rows]
+        return [JobEvent(**{**row._mapping, "data": row.data and msgspec.json.decode(row.data)}) for row in rows]
 
 
 def change_state(

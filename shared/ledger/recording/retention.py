@@ -315,6 +315,51 @@ class Retention(LedgerPart):
         labels = frozenset(name for row in rows for name in (row.task_id, row.run_id) if name is not None)
         return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())), labels)
 
+    def erase_line(self, tenant: str, file_id: str, line: int, *, dry_run: bool = False) -> ErasureResult:
+        """Delete what fine-tuning jobs have made of a line of a tenant's file: rows of it, and replies to its prompt.
+
+        Names of exchanges, or of tasks, begin with the file and the line.
+        """
+        prefix = f"{file_id}:{line}:"
+
+        def begins(column: ColumnElement[str]) -> ColumnElement[bool]:
+            found = column.startswith(prefix, autoescape=True)
+            # SQLite's LIKE uses no index, PostgreSQL's collations have orders of their own.
+            is_sqlite = self._engine.dialect.name == "sqlite"
+            return and_(found, column >= prefix, column < f"{prefix[:-1]};") if is_sqlite else found
+
+        with self._write() as connection:
+            alone(connection, "record")
+            alone(connection, "exports")
+            asked = select(experiences.c.msg_id).where(
+                experiences.c.tenant == tenant, experiences.c.task_id.is_not(None), begins(experiences.c.task_id)
+            )
+            named = or_(begins(exchanges.c.msg_id), exchanges.c.msg_id.in_(asked))
+            columns = select(exchanges.c.msg_id, *_DELETED)
+            theirs = connection.execute(columns.where(exchanges.c.tenant == tenant, named)).all()
+            msg_ids = {each.msg_id for each in theirs}
+            rows: list[Any] = []
+            for some in portions(msg_ids):
+                rows += connection.execute(_columns().where(experiences.c.msg_id.in_(some)).with_for_update())
+            events = 0
+            for some in portions(msg_ids):
+                about = select(func.count()).select_from(feedback).where(feedback.c.msg_id.in_(some))
+                events += connection.execute(about).scalar_one()
+            if not dry_run:
+                at, label = self._clock(), prefix[:-1]
+                mark_deleted(connection, theirs, at=at)
+                regroup(connection, rows)
+                delete_with_exchanges(connection, rows)
+                delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
+                _forget_refused(connection, (tenant, label), msg_ids)
+                # No person has such a name: it has the explorers let their outbox files go, as they do for a person.
+                known = and_(erasures.c.tenant == tenant, erasures.c.user_id == label)
+                if not connection.execute(update(erasures).where(known).values(erased_at=at)).rowcount:
+                    connection.execute(insert(erasures).values(tenant=tenant, user_id=label, erased_at=at))
+        trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
+        labels = frozenset(name for row in rows for name in (row.task_id, row.run_id) if name is not None)
+        return ErasureResult(frozenset(msg_ids), len(rows), events, dict(sorted(trained.items())), labels)
+
     def erasures(self) -> dict[Person, float]:
         """When each person was erased who was."""
         return {(row.tenant, row.user_id): row.erased_at for row in self._read(select(erasures))}

@@ -223,7 +223,7 @@ def erase_line(ledger: Ledger, job_dir: Path, file_id: str, line: int, *, dry_ru
 
     Raises EnvironmentRefused where there is no such file, or no such line.
     """
-    if (file := ledger.files.find(file_id, gone=True)) is None:
+    if (file := ledger.files.find(file_id, deleted=True)) is None:
         raise EnvironmentRefused(f"--file: there is no file {file_id}")
     problems = []
     try:

@@ -44,7 +44,7 @@ from tuneloop.explorer.recorder import FILE_BYTES, OutboxLimits, Recorder
 from tuneloop.explorer.routes import (
     admin,
     files,
-    graders,
+    grader_trials,
     keys,
     metrics_json,
     passthrough,
@@ -146,7 +146,7 @@ def create_app(
     policies.add_routes(app, settings, ledger)
     keys.add_routes(app, ledger)
     files.add_routes(app, settings, ledger)
-    graders.add_routes(app, timeout_s=settings.explorer.request_timeout)
+    grader_trials.add_routes(app, timeout_s=settings.explorer.request_timeout)
     training_status.add_routes(app, settings, ledger)
     page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):

@@ -28,7 +28,8 @@ from prometheus_client import Counter
 from tuneloop.explorer.access import feedback_tokens
 from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, FeedbackTokens
 from tuneloop.explorer.http.bodies import id_of
-from tuneloop.explorer.http.errors import hint
+from tuneloop.explorer.http.errors import from_proxy, hint
+from tuneloop.explorer.http.errors import operator_only as operator_only
 from tuneloop.explorer.limits import KeyMeter, KeyUsage
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope, steady_clock
@@ -92,14 +93,6 @@ class Caller:
         return not self.name or (Scope.ADMIN in self.scopes and self.tenant == DEFAULT_TENANT)
 
 
-_ABOUT_ALL = "this is about all tenants: it needs explorer.admin_key, or an admin key of the tenant default"
-
-
-def operator_only(reason: str = _ABOUT_ALL) -> RequestRefused:
-    """The refusal of the administrator of one tenant, where all tenants are concerned, or for another reason."""
-    return RequestRefused(reason, status=403, code="operator_only")
-
-
 class EntryGate(Protocol):
     """Decides who comes in, by the head of a request."""
 
@@ -148,9 +141,6 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("POST", "/api/public/ingestion"): _FEEDBACK,
     ("POST", "/v1/feedback_tokens"): _FEEDBACK,
     ("POST", "/commit"): _COMMIT,
-    ("GET", "/v1/files"): _READ,
-    ("POST", "/v1/files"): _COMMIT,
-    ("POST", "/v1/uploads"): _COMMIT,
     ("GET", "/training"): _READ | _COMMIT,
     ("GET", "/training/calls"): _READ | _COMMIT,
     ("GET", "/metrics"): _METRICS,
@@ -178,9 +168,10 @@ _BELOW: tuple[tuple[str, str, Scopes], ...] = (
     ("DELETE", "/api/public/scores/", _FEEDBACK),
     ("GET", "/v1/responses/", _INFERENCE | _READ),
     ("GET", "/v1/models/", _INFERENCE | _READ),
-    ("GET", "/v1/files/", _READ),
+    ("GET", "/v1/files", _READ),
+    ("POST", "/v1/files", _COMMIT),
     ("DELETE", "/v1/files/", _COMMIT),
-    ("POST", "/v1/uploads/", _COMMIT),
+    ("POST", "/v1/uploads", _COMMIT),
     ("POST", "/v1/fine_tuning/alpha/graders/", _COMMIT),
 )
 
@@ -318,7 +309,7 @@ class Gatekeeper:
         proxied = self._open and self._hosts is not None and not is_probe(path) and is_proxied(scope["headers"])
         if required is OPEN or self.cross_origin.is_preflight(scope):
             if proxied and not self.needs_admin_key:  # else the page asks for that key itself
-                raise _from_proxy()
+                raise from_proxy()
             return _STRANGER
         # The headers that decide who comes in. Raises RequestRefused where one says two things. A proxy before us
         # may have checked, or added, the one that would not count here.
@@ -348,7 +339,7 @@ class Gatekeeper:
         if not self._open:
             raise _no_entry(_WITHOUT_KEY[code], code)
         if proxied:
-            raise _from_proxy()
+            raise from_proxy()
         if not path.startswith(_ADMIN_PATH):
             return self._local
         if self._admin_digest is None:
@@ -440,15 +431,6 @@ def _check(holder: _Holder, required: frozenset[Scope], path: str, meant: str = 
         raise RequestRefused(f"this needs a key with the scope {wanted}", status=403, code="scope_missing")
     holder.meter.admit(brings_feedback=path.endswith(_BRINGS_FEEDBACK))
     return caller
-
-
-def _from_proxy() -> RequestRefused:
-    return RequestRefused(
-        "without keys, nothing that a proxy forwards is answered, for it may come from anywhere: make a key "
-        "(tuneloop keys create -c tuneloop.yaml --name web), and send it with each request",
-        status=403,
-        code="proxied_without_keys",
-    )
 
 
 def _no_entry(message: str, code: str) -> RequestRefused:

@@ -29,7 +29,7 @@ from tuneloop.shared.errors import (
     RequestRefused,
 )
 from tuneloop.shared.experience import JobState, State, VersionState, steady_clock
-from tuneloop.shared.finetuning.graders import Sample, check_grader, grade
+from tuneloop.shared.finetuning.graders import ModelSample, check_grader, grade
 from tuneloop.shared.finetuning.lines import FileLine, read_lines
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.files import FILES, PromptSample
@@ -242,7 +242,7 @@ class JobRun:
                 msg_id, sample = await self._ask(line, metadata=labels)
             else:
                 tools = orjson.loads(known.tool_calls or b"[]")
-                msg_id, sample = known.msg_id, Sample(text=known.text, tools=tools, item=line.item)
+                msg_id, sample = known.msg_id, ModelSample(text=known.text, tools=tools, item=line.item)
             reward = (await grade(self._grader, sample, asking(self._client))).reward
             rated = {"msg_ids": [msg_id], "reward": reward, "idempotency_key": f"{task}/{run_id}"}
             await post(self._client, "/feedback", rated)
@@ -256,7 +256,7 @@ class JobRun:
             await asyncio.to_thread(partial(self._ledger.jobs.note, self._job.id, warn, level="warn"))
             return []
 
-    async def _ask(self, line: FileLine, **more: Any) -> tuple[str, Sample]:
+    async def _ask(self, line: FileLine, **more: Any) -> tuple[str, ModelSample]:
         """The policy's reply to a prompt, and its id."""
         messages = [{name: each[name] for name in each if name != "weight"} for each in line.messages]
         body: dict[str, Any] = {"model": self._settings.served_model_name, "messages": messages, "temperature": 1.0}
@@ -267,7 +267,7 @@ class JobRun:
         async with self._slots:
             answer = await post(self._client, "/v1/chat/completions", body | more)
         said = answer["choices"][0]["message"]
-        sample = Sample(text=said.get("content") or "", tools=said.get("tool_calls") or [], item=line.item)
+        sample = ModelSample(text=said.get("content") or "", tools=said.get("tool_calls") or [], item=line.item)
         return answer["id"], sample
 
     async def _learn(self, tasks: Sequence[str]) -> tuple[int, int | None]:

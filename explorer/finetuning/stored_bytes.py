@@ -220,7 +220,7 @@ def sweep(folder: Path, ledger: Ledger) -> list[str]:
     """Remove the bytes that no row needs, and those that no row has named for a while; their names."""
     with suppress(OSError):
         found = [each for each in folder.iterdir() if each.is_file()]
-        known, removed, before = ledger.files.needed([each.name for each in found]), [], time.time() - UNNAMED_S
+        known, removed, before = ledger.files.find_needed([each.name for each in found]), [], time.time() - UNNAMED_S
         for each in found:
             with suppress(FileNotFoundError):
                 if not known.get(each.name, each.stat().st_mtime > before):

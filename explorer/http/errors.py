@@ -140,6 +140,24 @@ def hint(scope: Mapping[str, Any]) -> str:
     return next(found, "").format(base=f"{scope.get('scheme', 'http')}://{host}/v1")
 
 
+_ABOUT_ALL = "this is about all tenants: it needs explorer.admin_key, or an admin key of the tenant default"
+
+
+def operator_only(reason: str = _ABOUT_ALL) -> RequestRefused:
+    """The refusal of the administrator of one tenant, where all tenants are concerned, or for another reason."""
+    return RequestRefused(reason, status=403, code="operator_only")
+
+
+def from_proxy() -> RequestRefused:
+    """The refusal of a request without a key that a proxy forwards."""
+    return RequestRefused(
+        "without keys, nothing that a proxy forwards is answered, for it may come from anywhere: make a key "
+        "(tuneloop keys create -c tuneloop.yaml --name web), and send it with each request",
+        status=403,
+        code="proxied_without_keys",
+    )
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make the app answer every error by the table."""
 

@@ -221,11 +221,6 @@ async def open_control_services(
         ledger=ledger,
         engine_sleep=sleep,
     )
-    reinforcement = ReinforcementJobs(
-        settings, ledger, metrics=metrics, find_url=lambda: audience.url, wait_until_taken=services.wait_until_taken
-    )
-    version_log = VersionLog(ledger, metrics, interval_s=interval_s)
-    _trace_decisions(settings, version_log, stack)
     signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
     arrivals = Arrivals(signer, ledger.explorers)
     judging = settings.judge.url and JudgeLoop(
@@ -241,10 +236,9 @@ async def open_control_services(
         watch.run(),
         stops.run(),
         _presence(settings, ledger, fleet, metrics),
-        version_log.run(),
+        _open_version_log(services, stack, interval_s).run(),
         forgetting.run(),
-        sweep_files(settings, ledger, metrics),
-        reinforcement.run(),
+        *_fine_tuning(services),
         reloader.run(),
         CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader).run(),
         canary_controller.run(),
@@ -257,12 +251,21 @@ async def open_control_services(
     ]
 
 
-def _trace_decisions(settings: Settings, version_log: VersionLog, stack: AsyncExitStack) -> None:
+def _fine_tuning(services: ControlServices) -> list[Task]:
+    settings, ledger, metrics, audience = services.settings, services.ledger, services.metrics, services.audience
+    taken = services.wait_until_taken
+    jobs = ReinforcementJobs(settings, ledger, metrics=metrics, find_url=lambda: audience.url, wait_until_taken=taken)
+    return [sweep_files(settings, ledger, metrics), jobs.run()]
+
+
+def _open_version_log(services: ControlServices, stack: AsyncExitStack, interval_s: float) -> VersionLog:
+    version_log, settings = VersionLog(services.ledger, services.metrics, interval_s=interval_s), services.settings
     tracing = open_tracing(settings, "explorer")
     if tracing is not None:
         stack.callback(tracing.close)
         experiment, send = f"{settings.project}/{settings.name}", tracing.send
         version_log.tell = lambda event: send(decision_span(event, experiment))
+    return version_log
 
 
 async def _presence(settings: Settings, ledger: Ledger, fleet: Fleet, metrics: Metrics) -> None:

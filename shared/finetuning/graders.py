@@ -62,7 +62,7 @@ _SCORE = {
 AskModel = Callable[[dict[str, Any]], Awaitable[str]]
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class ModelSample(msgspec.Struct, frozen=True, kw_only=True):
     """A reply, and the line of the file that it answers."""
 
     text: str
@@ -157,7 +157,7 @@ def _check_score_model(grader: Mapping[str, Any], place: str) -> None:
         raise JobRefused(f"{place}.sampling_params may have {', '.join(sorted(_SAMPLING))}")
 
 
-async def grade(grader: Mapping[str, Any], sample: Sample, ask: AskModel) -> Grade:
+async def grade(grader: Mapping[str, Any], sample: ModelSample, ask: AskModel) -> Grade:
     """What a sample is worth by a grader that was checked. Raises what `ask` raises."""
     fields = sample.fields()
     if grader["type"] != "multi":

@@ -86,16 +86,16 @@ class Files(LedgerPart):
     def add(self, file: StoredFile) -> StoredFile:
         """Keep a file that is on the disk. Its `created_at` is the ledger's, and `expires_at` counts from there."""
         with self._write() as connection:
-            kept = self._dated(file)
+            kept = self._date(file)
             connection.execute(insert(files).values(msgspec.structs.asdict(kept)))
         return kept
 
-    def find(self, file_id: str, tenant: str | None = None, *, gone: bool = False) -> StoredFile | None:
+    def find(self, file_id: str, tenant: str | None = None, *, deleted: bool = False) -> StoredFile | None:
         """That file, of a tenant or, with None, of any; None if there is none.
 
-        None too if it was deleted or has expired, unless `gone` ones are wanted.
+        None too if it was deleted or has expired, unless `deleted` ones are wanted.
         """
-        chosen = select(files).where(files.c.id == file_id, true() if gone else self._live())
+        chosen = select(files).where(files.c.id == file_id, true() if deleted else self._live())
         rows = self._read(chosen if tenant is None else chosen.where(files.c.tenant == tenant))
         return StoredFile(**rows[0]._mapping) if rows else None
 
@@ -153,7 +153,7 @@ class Files(LedgerPart):
                 parts = before.parts | dict([part])
                 values: dict[str, Any] = {"parts": msgspec.json.encode(parts).decode()}
             elif file is not None:
-                file = self._dated(file)
+                file = self._date(file)
                 connection.execute(insert(files).values(msgspec.structs.asdict(file)))
                 values = {"status": "completed", "file": file.id}
             else:
@@ -161,7 +161,7 @@ class Files(LedgerPart):
             connection.execute(update(uploads).where(one).values(values))
             return self._upload_of(connection.execute(select(uploads).where(one)).one())
 
-    def needed(self, names: Collection[str]) -> dict[str, bool]:
+    def find_needed(self, names: Collection[str]) -> dict[str, bool]:
         """Of these files and parts of uploads those that the ledger knows, and whether their bytes are needed still."""
         known: dict[str, bool] = {}
         job = or_(jobs.c.training_file == files.c.id, jobs.c.validation_file == files.c.id)
@@ -187,7 +187,7 @@ class Files(LedgerPart):
     def _live(self) -> ColumnElement[bool]:
         return and_(files.c.deleted_at.is_(None), or_(files.c.expires_at.is_(None), files.c.expires_at > self._clock()))
 
-    def _dated(self, file: StoredFile) -> StoredFile:
+    def _date(self, file: StoredFile) -> StoredFile:
         """The file as of now; until then its `expires_at` counts from its `created_at`."""
         now, until = self._clock(), file.expires_at
         kept = None if until is None else now + until - file.created_at

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tuneloop.shared.errors import JobRefused
-from tuneloop.shared.finetuning.graders import Grade, Sample, check_grader, evaluate, grade
+from tuneloop.shared.finetuning.graders import Grade, ModelSample, check_grader, evaluate, grade
 
 ITEM = {"answer": "7", "deep": {"list": [1, {"x": "y"}]}, "number": 7}
 
@@ -43,7 +43,9 @@ def graded(
         asked.append(body)
         return says
 
-    found = asyncio.run(grade(check_grader(grader), Sample(text=text, item=ITEM | {"answer": answer}, **more), ask))
+    found = asyncio.run(
+        grade(check_grader(grader), ModelSample(text=text, item=ITEM | {"answer": answer}, **more), ask)
+    )
     graded.asked = asked  # type: ignore[attr-defined]
     return found
 

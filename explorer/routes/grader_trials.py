@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from tuneloop.explorer.finetuning.own_service import asking
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.shared.errors import EngineError, JobRefused, RequestRefused
-from tuneloop.shared.finetuning.graders import Grade, Sample, check_grader, grade
+from tuneloop.shared.finetuning.graders import Grade, ModelSample, check_grader, grade
 
 _MAX_BODY_BYTES = 1 << 20
 
@@ -28,7 +28,7 @@ _DETAILS = (
 def add_routes(app: FastAPI, *, timeout_s: float) -> None:
     """Add the routes to the app."""
 
-    async def checked(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def parse(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
         body = await read_object(request, max_bytes=_MAX_BODY_BYTES)
         try:
             return body, check_grader(body.get("grader"))
@@ -38,12 +38,12 @@ def add_routes(app: FastAPI, *, timeout_s: float) -> None:
 
     @app.post("/v1/fine_tuning/alpha/graders/validate")
     async def validate(request: Request) -> Response:
-        _, grader = await checked(request)
+        _, grader = await parse(request)
         return JSONResponse({"grader": grader})
 
     @app.post("/v1/fine_tuning/alpha/graders/run")
     async def run(request: Request) -> Response:
-        body, grader = await checked(request)
+        body, grader = await parse(request)
         text, item = body.get("model_sample"), body.get("item")
         if not isinstance(text, str):
             raise wrong_type("model_sample", "a string")
@@ -56,7 +56,7 @@ def add_routes(app: FastAPI, *, timeout_s: float) -> None:
         began = time.perf_counter()
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}", headers=headers, timeout=timeout_s) as client:
             try:
-                found = await grade(grader, Sample(text=text, item=item or {}), asking(client))
+                found = await grade(grader, ModelSample(text=text, item=item or {}), asking(client))
             except EngineError as error:
                 found = Grade(reward=0.0, error="model_grader_server_error", details=str(error))
         details: dict[str, object] = {**dict.fromkeys(_ERRORS, False), **dict.fromkeys(_DETAILS)}

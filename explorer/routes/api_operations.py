@@ -61,7 +61,7 @@ _SAMPLING: Mapping[str, Schema] = {
 }
 _MESSAGES = list_of(body("role", role=TEXT, content={}, more=True))
 _TOOLS = list_of({"type": "object"})
-_REPLIES, _FEEDBACK, _STORED = "Replies", "Feedback", "Stored replies"
+_REPLIES, _FEEDBACK, _STORED, _FILES = "Replies", "Feedback", "Stored replies", "Files and graders"
 _TRAINING, _VERSIONS, _KEYS, _SERVICE = "Training", "Versions", "Keys and raters", "Service"
 
 _SCORE: Mapping[str, Schema] = {
@@ -87,6 +87,7 @@ _ENTRY: Mapping[str, Schema] = {
 }
 _DECISION = body(reason=with_description(TEXT, "One line, kept with the event."), by=NAME, expect=INTEGER)
 _REASONED = {**_DECISION, "required": ["reason"]}
+_OF_UPLOADS = ("filename", "mime_type", "purpose")
 _PAGE: Mapping[str, Schema] = {"limit": INTEGER, "order": {"enum": ["asc", "desc"]}, "after": TEXT}
 
 OPERATIONS: Mapping[tuple[str, str], Operation] = {
@@ -138,6 +139,33 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/tokenizer_info"): Operation(_REPLIES, "What the tokenizer is, where engines say it", "clients.md"),
     ("GET", "/v1/models"): Operation(_REPLIES, "The models, and versions that may be named", "clients.md"),
     ("GET", "/v1/models/{model}"): Operation(_REPLIES, "One model", "clients.md"),
+    ("POST", "/v1/files"): Operation(
+        _FILES, "Upload a file, as multipart/form-data: `file`, `purpose`, `expires_after[…]`", "files.md"
+    ),
+    ("GET", "/v1/files"): Operation(_FILES, "Files, newest first", "files.md", query={**_PAGE, "purpose": TEXT}),
+    ("GET", "/v1/files/{id}"): Operation(_FILES, "One file", "files.md"),
+    ("GET", "/v1/files/{id}/content"): Operation(_FILES, "What a file holds", "files.md"),
+    ("DELETE", "/v1/files/{id}"): Operation(_FILES, "Delete a file; jobs that learn from it go on", "files.md"),
+    ("POST", "/v1/uploads"): Operation(
+        _FILES,
+        "Begin a file that comes in parts",
+        "files.md",
+        body=body("bytes", "filename", "mime_type", "purpose", bytes=INTEGER, **dict.fromkeys(_OF_UPLOADS, TEXT)),
+    ),
+    ("POST", "/v1/uploads/{id}/parts"): Operation(_FILES, "Send a part, as multipart/form-data: `data`", "files.md"),
+    ("POST", "/v1/uploads/{id}/complete"): Operation(
+        _FILES, "Make the file of its parts", "files.md", body=body("part_ids", part_ids=list_of(TEXT), md5=TEXT)
+    ),
+    ("POST", "/v1/uploads/{id}/cancel"): Operation(_FILES, "Give an upload up", "files.md"),
+    ("POST", "/v1/fine_tuning/alpha/graders/validate"): Operation(
+        _FILES, "Check a grader", "files.md", body=body("grader", grader={"type": "object"})
+    ),
+    ("POST", "/v1/fine_tuning/alpha/graders/run"): Operation(
+        _FILES,
+        "Grade a reply",
+        "files.md",
+        body=body("grader", "model_sample", grader={"type": "object"}, item={"type": "object"}, model_sample=TEXT),
+    ),
     ("POST", "/feedback"): Operation(
         _FEEDBACK,
         "Say what replies are worth: now, or weeks later. 200 means that it is on disk",

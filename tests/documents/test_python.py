@@ -9,6 +9,7 @@ from tests.explorer.running import RunningExplorer
 from tests.house.documents.page_files import ROOT, blocks_of
 
 PAGES = ["README.md", "docs/quick_start.md", "docs/one_gpu.md", "docs/recipes.md", "docs/messages.md", "docs/stored.md"]
+PAGES += ["docs/files.md"]
 
 #: What stands in the pages, and what is there in its place.
 HERE = {

@@ -62,7 +62,6 @@ def test_a_line_goes_everywhere_and_no_other_moves(file: Path, ledger: Ledger, s
     assert (done["tenant"], done["user"], done["exchanges"], done["experiences"]) == ("acme", f"{NAME}:1", 3, 3)
     assert done["feedback"] == 3
     assert done["versions"] == [{"version": version, "state": "candidate", "experiences": 2}]
-    assert done["policies"] == ["default"]
     left = ledger.transactions.read(_names())
     names = {row.msg_id for row in left}
     assert len(names) == 6

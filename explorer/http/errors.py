@@ -114,7 +114,7 @@ def error_response(error: RequestRefused, path: str, request_id: str | None) -> 
 
 
 #: Paths below /v1 that there are, and what is to be said of those of others.
-_SERVED = re.compile(r"/(chat/completions|completions|responses|messages|models)(/.*)?")
+_SERVED = re.compile(r"/(chat/completions|completions|responses|messages|models|files|uploads|fine_tuning)(/.*)?")
 _OF_OTHERS: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile(r"/openai/"), "Azure's paths are not served: use OpenAI's own client, with base_url {base}"),
     (re.compile(r"/api/public/"), "of Langfuse's paths only its scores are served: nothing else is kept here"),

@@ -24,7 +24,7 @@ AZURE = "/openai/deployments/m/chat/completions"
         ("POST", "/api/chat", "Ollama's paths are not served"),
         ("POST", "/v1beta/models/m:generateContent", "Gemini's paths are not served"),
         ("POST", "/v1/embeddings", "the model generates text, and nothing else"),
-        ("POST", "/v1/fine_tuning/jobs", "ratings by POST /feedback"),
+        ("POST", "/v1/batches", "ratings by POST /feedback"),
         ("POST", "/v1/responses/compact", "not served: send all turns"),
         ("GET", "/none", ""),
     ],

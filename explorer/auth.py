@@ -373,7 +373,7 @@ class Gatekeeper:
             raise _no_entry("this token is not one of ours, or has expired", "token_unknown")
         if _OF_JOBS.isdisjoint(required):
             raise RequestRefused("a job asks for replies, and rates them", status=403, code="scope_missing")
-        return Caller(name=claims.job, tenant=claims.tenant, scopes=_OF_JOBS, policy=claims.policy)
+        return Caller(name=claims.job, tenant=claims.tenant, scopes=_OF_JOBS, policy=claims.policy or None)
 
     @property
     def needs_admin_key(self) -> bool:

@@ -65,7 +65,10 @@ class TokenClaims(msgspec.Struct, frozen=True):
 
 
 class JobClaims(msgspec.Struct, frozen=True):
-    """What the token of a fine-tuning job says: which job of which tenant, the policy that answers it, until when."""
+    """What the token of a fine-tuning job says: which job of which tenant, the policy that answers it, until when.
+
+    Policy 0 is the default one.
+    """
 
     job: str
     tenant: str

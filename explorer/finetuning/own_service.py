@@ -42,13 +42,10 @@ async def gather(*parts: Awaitable[_T]) -> list[_T]:
 
 
 def asking(client: httpx.AsyncClient) -> AskModel:
-    """What asks a model for a score; nothing is kept of it."""
+    """What asks a model for a score, and raises what `post` does; nothing is kept of it."""
 
     async def ask(body: dict[str, Any]) -> str:
-        try:
-            answer = await post(client, "/v1/chat/completions", body | {"store": False})
-        except RequestRefused as error:
-            raise EngineError(str(error)) from None
+        answer = await post(client, "/v1/chat/completions", body | {"store": False})
         return answer["choices"][0]["message"].get("content") or ""
 
     return ask

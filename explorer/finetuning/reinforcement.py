@@ -105,17 +105,19 @@ class ReinforcementJobs:
             self._driving.pop(name).cancel()
 
     async def _drive(self, job: Job) -> None:
-        def sign(request: httpx.Request) -> httpx.Request:
-            claims = JobClaims(job.id, job.tenant, job.policy, steady_clock() + _TOKEN_S)
-            request.headers["authorization"] = f"Bearer {self._tokens.sign_job(claims)}"
-            return request
+        def open_client(policy: int) -> httpx.AsyncClient:
+            def sign(request: httpx.Request) -> httpx.Request:
+                claims = JobClaims(job.id, job.tenant, policy, steady_clock() + _TOKEN_S)
+                request.headers["authorization"] = f"Bearer {self._tokens.sign_job(claims)}"
+                return request
 
-        limits, timeout_s = httpx.Limits(max_connections=_CONCURRENT), self._settings.explorer.request_timeout
+            limits, timeout_s = httpx.Limits(max_connections=_CONCURRENT), self._settings.explorer.request_timeout
+            return httpx.AsyncClient(base_url=self._find_url(), auth=sign, timeout=timeout_s, limits=limits)
+
         try:
-            async with httpx.AsyncClient(
-                base_url=self._find_url(), auth=sign, timeout=timeout_s, limits=limits
-            ) as client:
-                await JobRun(job, self._settings, self._ledger, client, self._wait).run()
+            # The model's own name means the job's policy to the one, and the default policy to graders.
+            async with open_client(job.policy) as client, open_client(0) as graders:
+                await JobRun(job, self._settings, self._ledger, client, graders, self._wait).run()
         except (LedgerUnavailable, EngineError) as error:
             log.warning("reinforcement_put_off", job=job.id, reason=str(error))
             if isinstance(error, EngineError) and self._reasons.get(job.id) != str(error):
@@ -139,8 +141,15 @@ class JobRun:
     """One job, from where it is to its end, or until it is cancelled."""
 
     def __init__(
-        self, job: Job, settings: Settings, ledger: Ledger, client: httpx.AsyncClient, wait_until_taken: Wait
+        self,
+        job: Job,
+        settings: Settings,
+        ledger: Ledger,
+        client: httpx.AsyncClient,
+        graders: httpx.AsyncClient,
+        wait_until_taken: Wait,
     ) -> None:
+        self._ask_model = asking(graders)
         self._job, self._settings, self._ledger, self._client = job, settings, ledger, client
         self._wait, self._slots = wait_until_taken, asyncio.Semaphore(_CONCURRENT)
         self._grader, self._asked = check_grader(job.grader), dict(job.hyperparameters)
@@ -243,9 +252,12 @@ class JobRun:
             else:
                 tools = orjson.loads(known.tool_calls or b"[]")
                 msg_id, sample = known.msg_id, ModelSample(text=known.text, tools=tools, item=line.item)
-            reward = (await grade(self._grader, sample, asking(self._client))).reward
+            reward = (await grade(self._grader, sample, self._ask_model)).reward
             rated = {"msg_ids": [msg_id], "reward": reward, "idempotency_key": f"{task}/{run_id}"}
-            await post(self._client, "/feedback", rated)
+            if "reward" in (await post(self._client, "/feedback", rated)).get("not_counted", ()):
+                raise JobRefused(
+                    "reward.weights: the metric `reward` has none, so that what graders say counts nothing"
+                )
             return reward
 
         try:
@@ -275,11 +287,15 @@ class JobRun:
 
         How many tokens were learnt from, and the version.
         """
+        has_committed = False
         while True:
             rows = await asyncio.to_thread(self._ledger.files.samples, self._job.tenant, tasks)
             states = {row.state for row in rows}
+            if not rows and has_committed:  # all that was acknowledged is in the database by then
+                raise JobRefused("nothing is recorded of this tenant's replies, so that there is nothing to learn from")
             if not rows or states & {State.RECORDED, State.REWARDED}:
                 await post(self._client, "/commit", {"task_ids": [*tasks]})
+                has_committed = True
             elif not states & {State.COMMITTED, State.LEASED}:
                 break
             await asyncio.sleep(LOOK_S)
@@ -305,7 +321,7 @@ class JobRun:
                 _, sample = await self._ask(line, store=False)
             except RequestRefused:
                 return 0.0
-            return (await grade(self._grader, sample, asking(self._client))).reward
+            return (await grade(self._grader, sample, self._ask_model)).reward
 
         lines = await self._read(file_id, chosen)
         return fmean(

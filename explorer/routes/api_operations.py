@@ -150,7 +150,15 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         _FILES,
         "Begin a file that comes in parts",
         "files.md",
-        body=body("bytes", "filename", "mime_type", "purpose", bytes=INTEGER, **dict.fromkeys(_OF_UPLOADS, TEXT)),
+        body=body(
+            "bytes",
+            *_OF_UPLOADS,
+            bytes=INTEGER,
+            filename=TEXT,
+            mime_type=TEXT,
+            purpose=TEXT,
+            expires_after={"type": "object"},
+        ),
     ),
     ("POST", "/v1/uploads/{id}/parts"): Operation(_FILES, "Send a part, as multipart/form-data: `data`", "files.md"),
     ("POST", "/v1/uploads/{id}/complete"): Operation(

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from tuneloop.shared.errors import JobRefused
+from tuneloop.shared.errors import JobRefused, RequestRefused
 
 _OPERATIONS: Mapping[str, Callable[[str, str], bool]] = {
     "eq": lambda text, reference: text == reference,
@@ -58,7 +58,8 @@ _SCORE = {
     },
 }
 
-#: Asks a model of the service: a body of chat completions, and the text of the reply. It raises TuneloopError.
+#: Asks a model of the service: a body of chat completions, and the text of the reply. It raises RequestRefused for a
+#: body that no model answers, and other errors of ours.
 AskModel = Callable[[dict[str, Any]], Awaitable[str]]
 
 
@@ -184,7 +185,10 @@ async def _score(grader: Mapping[str, Any], fields: Mapping[str, Any], ask: AskM
         sampling = dict(grader.get("sampling_params") or {})
         if (most := sampling.pop("max_completions_tokens", None)) is not None:
             sampling["max_completion_tokens"] = most
-        text = await ask({"model": grader["model"], "messages": messages, "response_format": _SCORE, **sampling})
+        try:
+            text = await ask({"model": grader["model"], "messages": messages, "response_format": _SCORE, **sampling})
+        except RequestRefused as error:
+            raise _Failure("model_grader_server_error", str(error)) from None
         try:
             score = float(orjson.loads(text)["result"])
         except (ValueError, TypeError, KeyError):

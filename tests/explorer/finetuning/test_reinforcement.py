@@ -25,6 +25,7 @@ from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.jobs import Job, JobDraft
 from tuneloop.shared.ledger.keys import KeyGrant
 from tuneloop.shared.ledger.ledger import BatchRules
+from tuneloop.shared.settings.feedback import TenantSettings
 from tuneloop.shared.settings.serving import LoraSettings
 
 ASKED = {"batch_size": 2, "n_epochs": 1, "eval_interval": 1, "eval_samples": 1, "reasoning_effort": "default"}
@@ -187,12 +188,12 @@ def tasks_of(job: Job) -> list[Any]:
 def test_a_refused_prompt_is_left_out_and_said(explorer: RunningExplorer, double: EngineDouble) -> None:
     double.quotes = lambda request: "broken" in json.dumps(request["messages"])
     file = uploaded(explorer, prompt("broken"), prompt("3+4="), prompt("3+5=", "8"))
-    job = queued(explorer, file, steps=1)
+    job = queued(explorer, file, steps=2)
     with training(explorer, job):
         assert over(explorer, job).state is JobState.SUCCEEDED
     assert {task.split(":")[1] for task, _ in asked_runs(explorer, job)} == {"2", "3"}
     warnings = [each.message for each in explorer.ledger.jobs.events(job.id, limit=50) if each.level == "warn"]
-    assert all(each.startswith("Line 1 of the training file is left out") for each in warnings)
+    assert any(each.startswith("Line 1 of the training file is left out") for each in warnings)
 
 
 def test_a_job_whose_prompts_are_all_refused_fails(explorer: RunningExplorer, double: EngineDouble) -> None:
@@ -232,6 +233,30 @@ def test_a_job_asks_as_its_tenant_where_keys_are_needed(explorer: RunningExplore
         assert over(explorer, job).state is JobState.SUCCEEDED
     tenants = explorer.rows(f"SELECT DISTINCT tenant FROM experiences WHERE policy = {job.policy}")
     assert [tuple(each) for each in tenants] == [("acme",)]
+
+
+def test_a_grader_is_the_model_and_not_what_the_job_makes_of_it(
+    explorer: RunningExplorer, double: EngineDouble
+) -> None:
+    asked = {"role": "user", "content": "Score {{sample.output_text}}"}
+    grader = {"type": "score_model", "name": "m", "model": "t", "input": [asked]}
+    double.says["models"] = '{"result": 0.5}'
+    job = queued(explorer, uploaded(explorer, prompt("3+4="), prompt("3+5=")), grader=grader)
+    with training(explorer, job):
+        assert over(explorer, job).state is JobState.SUCCEEDED
+    scored = [each for each in double.chats if "Score" in each.body["messages"][0]["content"]]
+    assert len(scored) == 8
+    assert {each.weights.parent.name for each in scored} == {"models"}
+    assert {each.weights.parent.name for each in double.chats} > {"models"}
+    assert [each["train_mean_reward"] for each in metrics(explorer, job)] == [0.5, 0.5]
+
+
+def test_a_job_of_whom_nothing_may_be_kept_fails(explorer: RunningExplorer) -> None:
+    file = uploaded(explorer, prompt("3+4="))
+    explorer.settings.tenants["acme"] = TenantSettings(store=False)
+    done = over(explorer, queued(explorer, file, tenant="acme"))
+    assert done.error is not None
+    assert "nothing is recorded" in done.error["message"]
 
 
 def test_a_cancelled_job_stops_at_once(explorer: RunningExplorer, double: EngineDouble) -> None:

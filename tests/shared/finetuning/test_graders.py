@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.shared.errors import JobRefused
+from tuneloop.shared.errors import JobRefused, RequestRefused
 from tuneloop.shared.finetuning.graders import Grade, ModelSample, check_grader, evaluate, grade
 
 ITEM = {"answer": "7", "deep": {"list": [1, {"x": "y"}]}, "number": 7}
@@ -131,6 +131,14 @@ def test_a_model_scores_within_its_range(says: str, reward: float, error: str | 
     [body] = graded.asked  # type: ignore[attr-defined]
     assert body["messages"] == [{"role": "system", "content": "Score."}, {"role": "user", "content": "eight for 7"}]
     assert (body["model"], body["temperature"], body["max_completion_tokens"]) == ("judge", 0, 50)
+
+
+def test_a_model_that_refuses_to_score_is_an_error_of_the_sample() -> None:
+    async def ask(body: dict[str, Any]) -> str:
+        raise RequestRefused("too long")
+
+    found = asyncio.run(grade(check_grader(MODEL), ModelSample(text="x", item=ITEM), ask))
+    assert (found.reward, found.error, found.details) == (0.0, "model_grader_server_error", "too long")
 
 
 def test_several_graders_are_one_by_a_formula() -> None:

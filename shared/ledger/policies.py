@@ -12,8 +12,9 @@ import msgspec
 from sqlalchemy import Connection, func, insert, select, text, true, update
 
 from tuneloop.shared.errors import ParentEnded, PolicyRefused
-from tuneloop.shared.experience import PolicyState, State, VersionAction, VersionState
+from tuneloop.shared.experience import JobState, PolicyState, State, VersionAction, VersionState
 from tuneloop.shared.ledger.storage.database import LedgerPart, alone
+from tuneloop.shared.ledger.storage.job_schema import job_events, jobs
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, policies, versions
 from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, next_number, note
 
@@ -21,6 +22,9 @@ from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, next_nu
 DEFAULT = 0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+#: The states of a fine-tuning job that ends with its policy.
+_UNFINISHED = (JobState.VALIDATING, JobState.QUEUED, JobState.RUNNING, JobState.PAUSED)
 
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
@@ -123,9 +127,15 @@ class Policies(LedgerPart):
             connection.execute(update(policies).where(policies.c.id == number).values(changed))
 
     def pause(self, number: int, *, paused: bool = True) -> None:
-        """Train it no more for now, or again; it answers all the while. Raises PolicyRefused if it was deleted."""
+        """Train it no more for now, or again; it answers all the while. A fine-tuning job of it is paused, or queued.
+
+        Raises PolicyRefused if it was deleted.
+        """
         state = PolicyState.PAUSED if paused else PolicyState.ACTIVE
         with self._write() as connection:
+            of_job = {JobState.QUEUED, JobState.RUNNING} if paused else {JobState.PAUSED}
+            job_state = JobState.PAUSED if paused else JobState.QUEUED
+            _change_job(connection, number, of_job, job_state, f"The job's policy is {state}", self._clock())
             if not connection.execute(
                 update(policies).where(policies.c.id == number, _THERE).values(state=state)
             ).rowcount:
@@ -134,18 +144,20 @@ class Policies(LedgerPart):
     def delete(self, number: int, *, by: str) -> None:
         """Let it answer nobody from now on; what waited to be trained on is dropped, and all rows stay.
 
+        A fine-tuning job that was not over is cancelled.
+
         Raises PolicyRefused for the default policy, and if it was deleted.
         """
         if number == DEFAULT:
             raise PolicyRefused("the default policy cannot be deleted")
         with self._write() as connection:
             alone(connection, "promote")
+            message = f"The job's policy was deleted by {by}"
+            _change_job(connection, number, _UNFINISHED, JobState.CANCELLED, message, self._clock())
             ended = update(policies).where(policies.c.id == number, _THERE).values(state=PolicyState.DELETED)
             if not connection.execute(ended).rowcount:
                 raise PolicyRefused(f"there is no policy {number}")
-            waiting = experiences.c.policy == number, experiences.c.state.in_(_WAITING)
-            dropped = {"state": State.DROPPED, "reason": f"its policy was deleted by {by}", "group_id": None}
-            connection.execute(update(experiences).where(*waiting).values(dropped))
+            drop_rows(connection, number, f"its policy was deleted by {by}")
 
     def promote(self, number: int, *, into: int = DEFAULT, by: str, reason: str = "") -> int:
         """Make the champion of one policy a candidate of another, which trains on from it; the candidate's number.
@@ -203,6 +215,25 @@ def require_there(connection: Connection, number: int) -> None:
     """Raise ParentEnded if a policy was deleted, or never was."""
     if not connection.execute(select(func.count()).where(policies.c.id == number, _THERE)).scalar() and number:
         raise ParentEnded(f"policy {number} was deleted")
+
+
+def drop_rows(connection: Connection, policy: int, reason: str) -> None:
+    """Drop what waits to be trained on by a policy, in a transaction that does more; all rows stay."""
+    waiting = experiences.c.policy == policy, experiences.c.state.in_(_WAITING)
+    dropped = {"state": State.DROPPED, "reason": reason, "group_id": None}
+    connection.execute(update(experiences).where(*waiting).values(dropped))
+
+
+def _change_job(
+    connection: Connection, policy: int, states: Collection[JobState], state: JobState, message: str, at: float
+) -> None:
+    """Bring the job of a policy, where it is in one of these states, to another, before the policy's row is locked."""
+    found = select(jobs.c.id).where(jobs.c.policy == policy, jobs.c.state.in_(states)).with_for_update()
+    if (job := connection.execute(found).scalar()) is not None:
+        over = {"finished_at": at} if state is JobState.CANCELLED else {}
+        connection.execute(update(jobs).where(jobs.c.id == job).values({"state": state} | over))
+        event = {"job": job, "at": at, "level": "info", "type": "message", "message": message}
+        connection.execute(insert(job_events).values(event))
 
 
 def drop_waiting(connection: Connection) -> None:

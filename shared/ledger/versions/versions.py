@@ -25,6 +25,7 @@ from tuneloop.shared.errors import EnvironmentRefused, LedgerError, VersionRefus
 from tuneloop.shared.experience import PolicyState, VersionAction, VersionState
 from tuneloop.shared.ledger.explorers import Lead, require_lead
 from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, ignoring
+from tuneloop.shared.ledger.storage.job_schema import jobs
 from tuneloop.shared.ledger.storage.schema import policies, version_events, versions
 
 #: The figures that decided something, as they are kept in JSON.
@@ -148,10 +149,11 @@ class RegisteredVersions(LedgerPart):
         return [_version_of(row) for row in self._read(_ALL)]
 
     def answering(self) -> dict[int, list[Version]]:
-        """What answers, waits to, or is pinned, of every policy by its id, oldest first."""
+        """What answers, waits to, or is pinned, of every policy by its id, and what jobs have made, oldest first."""
         states = versions.c.state.in_((VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION))
+        of_jobs = and_(versions.c.policy.in_(select(jobs.c.policy)), versions.c.state == VersionState.RETIRED)
         found: dict[int, list[Version]] = {}
-        for row in self._read(_ALL.where(or_(states, PINNED))):
+        for row in self._read(_ALL.where(or_(states, PINNED, of_jobs))):
             found.setdefault(row.policy, []).append(_version_of(row))
         return found
 

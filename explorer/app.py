@@ -44,6 +44,7 @@ from tuneloop.explorer.recorder import FILE_BYTES, OutboxLimits, Recorder
 from tuneloop.explorer.routes import (
     admin,
     files,
+    fine_tuning,
     grader_trials,
     keys,
     metrics_json,
@@ -144,6 +145,7 @@ def create_app(
     metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
     policies.add_routes(app, settings, ledger)
+    fine_tuning.add_routes(app, settings, ledger)
     keys.add_routes(app, ledger)
     files.add_routes(app, settings, ledger)
     grader_trials.add_routes(app, timeout_s=settings.explorer.request_timeout)

@@ -136,6 +136,8 @@ _ROUTES: dict[tuple[str, str], Scopes] = {
     ("GET", "/version"): _INFERENCE,
     ("GET", "/v1/models"): _INFERENCE | _READ,
     ("GET", "/v1/chat/completions"): _READ,
+    ("GET", "/v1/fine_tuning/jobs"): _READ,
+    ("POST", "/v1/fine_tuning/jobs"): _COMMIT,
     ("POST", "/feedback"): _FEEDBACK,
     ("POST", "/api/public/scores"): _FEEDBACK,
     ("POST", "/api/public/ingestion"): _FEEDBACK,
@@ -173,6 +175,9 @@ _BELOW: tuple[tuple[str, str, Scopes], ...] = (
     ("DELETE", "/v1/files/", _COMMIT),
     ("POST", "/v1/uploads", _COMMIT),
     ("POST", "/v1/fine_tuning/alpha/graders/", _COMMIT),
+    ("DELETE", "/v1/models/", _COMMIT),
+    ("GET", "/v1/fine_tuning/jobs/", _READ),
+    ("POST", "/v1/fine_tuning/jobs/", _COMMIT),
 )
 
 #: Below this path are the routes of Trinity's own client, which accepts any type and reads its metrics as JSON.

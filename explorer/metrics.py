@@ -177,6 +177,7 @@ class Metrics:
         text = "Runs whose feedback counted nothing, as their last call was cut off"
         self.unfinished_runs = Counter("tuneloop_unfinished_runs", text, registry=registry)
         self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)
+        self.jobs = Gauge("tuneloop_fine_tuning_jobs", "Fine-tuning jobs by state", ["state"], registry=registry)
         self.waiting_seconds = Gauge(
             "tuneloop_waiting_seconds", "How long the oldest one waits, of each state", ["state"], registry=registry
         )

@@ -7,6 +7,8 @@ import msgspec
 
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.shared.errors import RequestRefused
+from tuneloop.shared.experience import JobState
+from tuneloop.shared.ledger.jobs import CHECKPOINT
 
 #: The name of the policy of all that names none.
 _DEFAULT_POLICY = "default"
@@ -42,11 +44,29 @@ class VersionPin(NamedTuple):
         return no_model(f"version {self.version} is not served; these are: {versions}")
 
 
+class JobView(msgspec.Struct, frozen=True):
+    """The fine-tuning job of a policy, and which versions may be asked under which names: none before it is over."""
+
+    id: str
+    name: str
+    state: JobState
+    models: dict[str, int]
+
+
+class JobNotOver(RequestRefused):
+    """A request for a model that its job has not made, as far as is known here."""
+
+    def __init__(self, policy: int, job: JobView) -> None:
+        reason = f"the fine-tuning job {job.id} is {job.state}"
+        super().__init__(str(no_model(reason)), status=404, code="model_not_found", param="model")
+        self.policy = policy
+
+
 class PolicyView(msgspec.Struct, frozen=True):
     """A policy other than the default one, as the workers know it. An empty `tenant`: every key may use it.
 
-    `versions` are those that answer, each with whether it is the base model: the champion, and a canary, which answers
-    its `share` of the keys.
+    `versions` are those that answer, each with whether it is the base model: the champion, a canary, which answers its
+    `share` of the keys, and what its `job` has made. A job's policy is asked by the job's names alone.
     """
 
     id: int
@@ -56,6 +76,12 @@ class PolicyView(msgspec.Struct, frozen=True):
     versions: dict[int, bool]
     canary: int | None = None
     share: float = 0.0
+    job: JobView | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """What a request may name."""
+        return [self.name] if self.job is None else list(self.job.models)
 
 
 class PolicyTable(dict[int, PolicyView]):
@@ -63,10 +89,11 @@ class PolicyTable(dict[int, PolicyView]):
 
     def __init__(self, policies: Iterable[PolicyView] = ()) -> None:
         super().__init__({each.id: each for each in policies})
-        self._named = {(each.tenant, each.name): each for each in self.values()}
+        self._named = {(each.tenant, each.job.name if each.job else each.name): each for each in self.values()}
 
     def find(self, name: str, tenant: str) -> PolicyView | None:
-        """The policy of that name that a tenant's keys may use."""
+        """The policy of that name, or of that model of a job, that a tenant's keys may use."""
+        name = name.partition(CHECKPOINT)[0]
         return self._named.get(("", name)) or self._named.get((tenant, name))
 
     def of_tenant(self, tenant: str) -> list[PolicyView]:
@@ -117,11 +144,16 @@ def route_to_policy(
     if own is not None:
         policy, route = policies.get(of_key or 0), own
         policy = policy if policy is not None and policy.tenant in {"", tenant} else None
+    elif (policy := policies.find(model, tenant)) is not None and policy.job is not None:
+        if model not in policy.job.models:
+            raise JobNotOver(policy.id, policy.job)
+        route = ModelRoute(None, VersionPin(policy.job.models[model]), model)
     else:
         name, at, number = model.partition("@")
         pin = pin_of(number) if known.pins else None
         route = ModelRoute(None, pin, name if pin or not at else "")
         policy = policies.find(route.name or "", tenant)
+        policy = policy if policy is not None and policy.job is None else None
     if policy is not None and known.adapters:
         return route._replace(policy=policy)
     if policy is not None:
@@ -133,9 +165,8 @@ def route_to_policy(
     if table is None:
         raise RequestRefused("the policies are not known yet", status=503, code="policies_unknown", retry_after_s=1.0)
     gone = "" if own is None else "the policy of this key was deleted; "
-    raise no_model(
-        f"{gone}this key may use {', '.join([*known.names, *(each.name for each in policies.of_tenant(tenant))])}"
-    )
+    names = [*known.names, *(name for each in policies.of_tenant(tenant) for name in each.names)]
+    raise no_model(f"{gone}this key may use {', '.join(names)}")
 
 
 class PolicyKey(NamedTuple):

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from tuneloop.explorer.http.encodings import ACCEPTED
 from tuneloop.shared.errors import (
     EngineError,
+    JobRefused,
     KeyRefused,
     LedgerUnavailable,
     PolicyRefused,
@@ -40,6 +41,7 @@ _STATUS_TABLE: Mapping[type[TuneloopError], tuple[int, str, float | None]] = {
     LedgerUnavailable: (503, "database_unavailable", 5.0),
     StorageFull: (503, "storage_full", 5.0),
     KeyRefused: (400, "invalid_value", None),
+    JobRefused: (400, "job_refused", None),
     PolicyRefused: (400, "policy_refused", None),
     VersionRefused: (409, "version_refused", None),
     UnknownRater: (404, "unknown_rater", None),

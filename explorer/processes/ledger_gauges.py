@@ -169,6 +169,8 @@ class LedgerGauges:
         )
         for state in State:
             metrics.experiences.labels(state.value).set(ledger.count(state).rows)
+        for job_state, count in self._ledger.jobs.counts().items():
+            metrics.jobs.labels(job_state.value).set(count)
         for state in WAITING:
             oldest = ledger.count(state).oldest
             metrics.waiting_seconds.labels(state.value).set(0.0 if oldest is None else max(0.0, now - oldest))

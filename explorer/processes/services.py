@@ -26,6 +26,7 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetRep
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
+from tuneloop.explorer.finetuning.line_checks import LineChecks
 from tuneloop.explorer.finetuning.reinforcement import ReinforcementJobs
 from tuneloop.explorer.finetuning.stored_bytes import sweep_files
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
@@ -243,6 +244,7 @@ async def open_control_services(
         CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader).run(),
         canary_controller.run(),
         serving.run(),
+        LineChecks(settings, ledger, metrics=metrics).run(),
         attestation.run(),
         key_watch.run(metrics),
         *([judging.run(interval_s)] if judging else []),

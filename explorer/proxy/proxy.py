@@ -168,7 +168,7 @@ class Proxy:
         explorer = settings.explorer
         self._fleet, self._recorder, self._timeout_s = fleet, recorder, explorer.request_timeout
         self.system_turns = SystemTurns(fleet)
-        self.parser = RequestParser(settings, signer, self.system_turns, find_context_length, lambda: fleet.policies)
+        self.parser = RequestParser(settings, signer, self.system_turns, find_context_length, fleet)
         self._metrics, self._failures = metrics, RequestFailures(metrics)
         self._grammars, self._shadow = Grammars(settings), shadow
         self.admission = Admission(

@@ -23,8 +23,7 @@ from tuneloop.explorer.dialects import dialect as dialects
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter, SystemTurns, choice_count
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
-from tuneloop.explorer.engines.fleet import PinParser
-from tuneloop.explorer.engines.model_routes import ModelRoute, PolicyKey, PolicyTable, RoutingKey
+from tuneloop.explorer.engines.model_routes import JobNotOver, ModelRoute, PolicyKey, RoutingKey
 from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.engines.prefix_affinity import hash_prefixes
 from tuneloop.explorer.http.bodies import (
@@ -208,8 +207,7 @@ class Request(NamedTuple):
     def engine_headers(self) -> Mapping[str, str]:
         """The headers that an engine gets."""
         # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.
-        name = self.msg_id.removeprefix(self.dialect.prefix)
-        headers = {"X-Request-Id": name, "Content-Type": "application/json"}
+        headers = {"X-Request-Id": self.msg_id.removeprefix(self.dialect.prefix), "Content-Type": "application/json"}
         if "logprobs" in self.added_fields:  # nobody but us reads them
             headers[wire.HEADER] = wire.PACKED
             if self.sampling.truncated:
@@ -244,7 +242,7 @@ class RequestParser:
         signer: ReplyIdSigner,
         system_turns: SystemTurns,
         find_context_length: Callable[[], Awaitable[int | None]],
-        policies: Callable[[], PolicyTable | None],
+        engines: fleet.Fleet,
     ) -> None:
         explorer = settings.explorer
         self._find_context_length = find_context_length if explorer.clamp_max_tokens else None
@@ -253,13 +251,13 @@ class RequestParser:
         self._any_reply, self._record_share = settings.algorithm.of_any_reply, settings.buffer.record_share
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
-        self._pins, self._policies = PinParser(settings), policies
+        self._pins, self._fleet = fleet.PinParser(settings), engines
         self._default_temperature = settings.model.temperature
         self._default_tokens, self._limit = settings.model.max_response_tokens, limit_of(settings)
         self._max_body_bytes, self._max_choices = explorer.max_body_bytes, explorer.max_choices
         rollout = explorer.rollout_model
         self._prefix_affinity = explorer.prefix_affinity and max(len(rollout.engine_urls), rollout.engine_num) > 1
-        on_cpu = not settings.cluster.gpu_per_node and not explorer.rollout_model.engine_urls
+        on_cpu = self._own_engines and not settings.cluster.gpu_per_node
         self._unsafe_fields = vllm.UNSAFE_ON_CPU if on_cpu else frozenset()
         # External engines may have other defaults, and then a reply would not be a sample of the policy as we assume.
         defaults = vllm.NEUTRAL_SAMPLING | {"temperature": settings.model.temperature}
@@ -272,7 +270,11 @@ class RequestParser:
         caller, tenant = raw.caller, self._tenants.get(raw.caller.tenant, _ANY_TENANT)
         raw_body = as_utf8(await raw.body(self._max_body_bytes))
         body = dialect.normalize(await parse_body(raw_body))
-        _, pin, alias = route = self._pins.route(body, caller, self._policies())
+        try:
+            _, pin, alias = route = self._pins.route(body, caller, self._fleet.policies)
+        except JobNotOver as error:  # or it is by now
+            await self._fleet.learn_policies(error.policy)
+            _, pin, alias = route = self._pins.route(body, caller, self._fleet.policies)
         if pin or alias:
             body["model"] = self._pins.model_name
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
@@ -307,8 +309,7 @@ class RequestParser:
             store = bool(tenant.store) and fleet.in_share(b"recorded", run, self._record_share)
             not_stored = "" if store else "settings"
         sampling = sampling_of(upstream, default_temperature=self._default_temperature, holds_tools=self._holds_tools)
-        if self._any_reply or not store:  # nobody needs to know what is left
-            sampling = sampling._replace(truncated=False)
+        sampling = sampling._replace(truncated=sampling.truncated and store and not self._any_reply)
         msg_id = self._signer.mint(caller.tenant, choices if store else 0, dialect.prefix)
         sent = orjson.dumps(body) if pin or alias else raw_body
         for_engine = self._for_engine(dialect, caller, msg_id, sent, body, upstream, truncated=sampling.truncated)

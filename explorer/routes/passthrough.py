@@ -12,11 +12,12 @@ from tuneloop.explorer.auth import TRINITY, caller_of
 from tuneloop.explorer.dialects.dialect import merged_header
 from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.fleet import Fleet, PinParser
-from tuneloop.explorer.engines.model_routes import PolicyView, VersionPin
+from tuneloop.explorer.engines.model_routes import JobNotOver, PolicyView, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, check_template, parse_object, read_bytes
 from tuneloop.explorer.limits import Admission, tokens_of
 from tuneloop.explorer.proxy.media import remote_files, with_own_uuids
 from tuneloop.shared.errors import EngineError, RequestRefused
+from tuneloop.shared.experience import JobState
 
 #: The engine routes that any client may use. All others, such as those that swap weights, are answered with 404.
 _COUNT = "/v1/messages/count_tokens"
@@ -30,6 +31,8 @@ _PASSTHROUGH_QUERIES = ("/version", "/tokenizer_info")
 _MAX_TEXT_BYTES = 512 << 10
 _MAX_WAITING = 64
 
+_OVER = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
+
 #: Nothing is sampled for these answers: an engine that takes longer is stuck.
 _TIMEOUT_S = 60.0
 
@@ -39,9 +42,14 @@ def _fleet(request: Request) -> Fleet:
     return fleet
 
 
-def _policies(request: Request, fleet: Fleet) -> list[PolicyView]:
+async def _policies(request: Request, fleet: Fleet) -> list[PolicyView]:
     """The policies that the caller's key may use."""
-    return [] if fleet.policies is None else fleet.policies.of_tenant(caller_of(request.scope).tenant)
+    tenant, known = caller_of(request.scope).tenant, fleet.policies
+    for each in [] if known is None else known.of_tenant(tenant):
+        if each.job is not None and each.job.state not in _OVER:  # or it is by now
+            await fleet.learn_policies(each.id)
+            break
+    return [] if fleet.policies is None else fleet.policies.of_tenant(tenant)
 
 
 FleetOf = Annotated[Fleet, Depends(_fleet)]
@@ -54,7 +62,7 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     @app.get("/v1/models")
     @app.get(f"{TRINITY}/v1/models")
     async def models(request: Request, fleet: FleetOf) -> Response:
-        policies = _policies(request, fleet)
+        policies = await _policies(request, fleet)
         if pins.allowed or pins.aliases or policies:
             return _json({"object": "list", "data": await list_models(fleet, policies)})
         response = await ask_engine(fleet, "GET", "/v1/models")
@@ -64,7 +72,7 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     async def model(request: Request, name: str, fleet: FleetOf) -> Response:
         if not name:
             raise HTTPException(404)
-        for each in await list_models(fleet, _policies(request, fleet)):
+        for each in await list_models(fleet, await _policies(request, fleet)):
             if each.get("id") == name:
                 return _json(each)
         message = "the model does not exist: GET /v1/models lists those that do"  # a key may stand in its place
@@ -73,11 +81,13 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     async def list_models(fleet: Fleet, policies: Sequence[PolicyView]) -> list[dict[str, Any]]:
         """An engine's models, and behind the served one its other names, the policies, and versions of each."""
         found: list[dict[str, Any]] = []
-        pinned = {pins.model_name: fleet.served_versions} | {each.name: sorted(each.versions) for each in policies}
+        pinned = {pins.model_name: fleet.served_versions}
+        pinned |= {each.name: sorted(each.versions) for each in policies if each.job is None}
+        # The name of a job's model is that of one version.
         for each in await _models(fleet):
             found.append(each)
             if each.get("id") == pins.model_name:
-                names = [*pins.aliases, *(policy.name for policy in policies)]
+                names = [*pins.aliases, *(name for policy in policies for name in policy.names)]
                 found += [each | {"id": name, "parent": pins.model_name} for name in names]
                 for name, versions in pinned.items() if pins.allowed else ():
                     found += [each | {"id": f"{name}@{version}"} for version in versions]
@@ -95,7 +105,11 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         caller, turns = caller_of(request.scope), request.app.state.services.proxy.system_turns
         merge = turns.merge_counted if request.url.path == _COUNT else turns.merge
         merged, count = await merge(parsed)
-        policy, pin, name = pins.route(merged, caller, fleet.policies)
+        try:
+            policy, pin, name = pins.route(merged, caller, fleet.policies)
+        except JobNotOver as error:  # or it is by now
+            await fleet.learn_policies(error.policy)
+            policy, pin, name = pins.route(merged, caller, fleet.policies)
         upstream = with_own_uuids(merged, caller.tenant)
         if pin is not None or name:
             upstream = upstream | {"model": pins.model_name}

@@ -17,7 +17,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, least_busy
-from tuneloop.explorer.engines.model_routes import AdapterView, PolicyView
+from tuneloop.explorer.engines.model_routes import AdapterView, JobView, PolicyView
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.evaluation import AGAIN_S, evaluate_beside
@@ -47,6 +47,7 @@ from tuneloop.shared.experience import VersionState
 from tuneloop.shared.job_marks import registration_stamp
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.policies import DEFAULT, Policy
+from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import RolloutSettings
@@ -85,7 +86,7 @@ class PolicyServing:
         self._interval_s = min(settings.explorer.service_status_check_interval, _LOOK_S)
         #: What the workers know; None: nothing yet.
         self.views: list[PolicyView] | None = None
-        self._reading = asyncio.Lock()
+        self._reading, self._read_began = asyncio.Lock(), -math.inf
         self._policies: dict[int, Policy] = {}
         self._lines: dict[int, list[Version]] = {}
         #: The policy of each version that was brought to an engine.
@@ -134,9 +135,13 @@ class PolicyServing:
                 self._reasons[policy.id] = str(error)
         await self._spread()
 
-    async def _read(self) -> None:
-        """Bring what the workers know of policies up to date."""
+    async def _read(self, since: float = math.inf) -> None:
+        """Bring what the workers know of policies up to date, unless that was begun `since` then."""
         async with self._reading:  # else an older view could come last
+            if self._read_began >= since:
+                return
+            self._read_began = time.monotonic()
+            jobs = await asyncio.to_thread(self._ledger.jobs.models)
             policies = await asyncio.to_thread(self._ledger.policies.all)
             self._lines = await asyncio.to_thread(self._ledger.versions.answering)
             self._policies = {each.id: each for each in policies if each.id != DEFAULT}
@@ -147,14 +152,17 @@ class PolicyServing:
                 if canary is not None:
                     line_of = self._ledger.versions.of(policy.id)
                     trial = await asyncio.to_thread(current_trial, line_of, self._settings.rollout)
+                job = jobs.get(policy.id)
+                made = {each.version: each.is_base for each in self._lines[policy.id] if job and each.state in SERVABLE}
                 view = PolicyView(
                     id=policy.id,
                     name=policy.name,
                     tenant=policy.tenant,
                     champion=champion.version,
-                    versions={each.version: each.is_base for each in (champion, canary) if each is not None},
+                    versions=made | {each.version: each.is_base for each in (champion, canary) if each is not None},
                     canary=canary and canary.version,
                     share=trial.share if trial and trial.mode != "shadow" else 0.0,
+                    job=None if job is None else JobView(job.job, job.name, job.state, job.versions),
                 )
                 views.append(view)
             if views != self.views:
@@ -250,7 +258,14 @@ class PolicyServing:
         await self._read()
 
     async def load(self, policy: int, number: int) -> str:
-        """Have a version of a policy on the engines that are ready; why that cannot be, empty where it can."""
+        """Have a version of a policy on the engines that are ready; why that cannot be, empty where it can.
+
+        Number 0 has the workers know what the ledger says of policies now.
+        """
+        if not number:
+            with suppress(LedgerUnavailable):
+                await self._read(time.monotonic())
+            return ""
         if (loading := self._loads.get(number)) is None:
             loading = self._loads[number] = asyncio.create_task(self._load(policy, number))
             loading.add_done_callback(lambda _: self._loads.pop(number, None))
@@ -285,6 +300,9 @@ class PolicyServing:
             if version.state is VersionState.CANARY:
                 undo = partial(line.roll_back, only_as=VersionState.CANARY, by="explorer", reason=str(error))
                 await asyncio.to_thread(undo, version.version)
+            elif version.state in {VersionState.CANDIDATE, VersionState.RETIRED}:  # it was asked by a job's name
+                undo_retired = partial(line.reject, version.version, str(error), also_retired=True)
+                await asyncio.to_thread(undo_retired)
             else:
                 champion, _ = await servable_champion(self._ledger, self._verifier, line)
                 if champion.version == version.version:

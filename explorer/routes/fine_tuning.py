@@ -1,0 +1,285 @@
+"""OpenAI's fine-tuning jobs, /v1/fine_tuning/jobs, and DELETE /v1/models/ft:…: a tenant's own."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import Response
+
+from tuneloop.explorer.auth import Caller, caller_of
+from tuneloop.explorer.engines.fleet import Fleet
+from tuneloop.explorer.engines.model_routes import no_model
+from tuneloop.explorer.http.bodies import read_object
+from tuneloop.explorer.routes.stored_completions import parse_metadata
+from tuneloop.shared.errors import JobRefused, RequestRefused
+from tuneloop.shared.experience import JobState
+from tuneloop.shared.ledger.jobs import Checkpoint, Job, JobEvent
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.operations.job_requests import checkpoint_name, create_job
+from tuneloop.shared.settings.settings import Settings
+
+PATH = "/v1/fine_tuning/jobs"
+
+_MAX_BODY_BYTES = 1 << 20  # a grader's prompt may be long
+_MAX_LIMIT = 100
+
+#: How long an answer that a job has succeeded waits until this worker knows the job's model, in seconds, and how often
+#: it looks.
+_KNOWN_S, _LOOK_S = 5.0, 0.02
+
+#: What a checkpoint's metrics may be, as OpenAI names them.
+_METRICS = (
+    "step",
+    "train_loss",
+    "train_mean_token_accuracy",
+    "valid_loss",
+    "valid_mean_token_accuracy",
+    "full_valid_loss",
+    "full_valid_mean_token_accuracy",
+    "train_mean_reward",
+    "valid_mean_reward",
+)
+
+#: What a client may ask of a job: the state that it comes to, and what its event says.
+_ACTIONS = {
+    "cancel": (JobState.CANCELLED, "The job was cancelled by"),
+    "pause": (JobState.PAUSED, "The job was paused by"),
+    "resume": (JobState.QUEUED, "The job was resumed by"),
+}
+
+_T = TypeVar("_T")
+
+
+def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
+    """Add the routes to the app."""
+    jobs = ledger.jobs
+
+    @app.post(PATH)
+    async def create(request: Request) -> Response:
+        caller, body = caller_of(request.scope), await read_object(request, max_bytes=_MAX_BODY_BYTES)
+        if body.get("metadata") is not None:
+            parse_metadata(body)
+
+        def make() -> Job:
+            return create_job(settings, ledger, body, tenant=caller.tenant, by=_actor(caller))
+
+        return _json(describe_job(await asyncio.to_thread(make)))
+
+    @app.get(PATH)
+    async def list_all(request: Request) -> Response:
+        caller, query = caller_of(request.scope), request.query_params
+        keep = {name[9:-1]: value for name, value in query.items() if name.startswith("metadata[") and name[-1] == "]"}
+        after, limit = query.get("after"), _limit_of(request, 20)
+
+        def read() -> tuple[list[Job], list[float | None]]:
+            page = list(islice(jobs.page(caller.tenant, after=after, keep=keep), limit + 1))
+            return page, [_finish_of(ledger, each) for each in page]
+
+        page, ends = await _found(read, "after")
+        await _until_known(request, page)
+        return _page([describe_job(*each) for each in zip(page, ends, strict=True)], limit)
+
+    @app.get(f"{PATH}/{{job_id}}")
+    async def retrieve(request: Request, job_id: str) -> Response:
+        job = await _found(lambda: jobs.get(job_id, caller_of(request.scope).tenant), "fine_tuning_job_id")
+        await _until_known(request, [job])
+        return _json(describe_job(job, await asyncio.to_thread(_finish_of, ledger, job)))
+
+    _add_lists(app, ledger)
+    _add_decisions(app, ledger)
+
+
+def _add_lists(app: FastAPI, ledger: Ledger) -> None:
+    jobs = ledger.jobs
+
+    @app.get(f"{PATH}/{{job_id}}/events")
+    async def list_events(request: Request, job_id: str) -> Response:
+        tenant, limit, after = (
+            caller_of(request.scope).tenant,
+            _limit_of(request, 20),
+            request.query_params.get("after"),
+        )
+        before = None if after is None else after.removeprefix(_EVENT)
+        if before is not None and not (before.isascii() and before.isdigit() and len(before) < 19):
+            raise RequestRefused(f"there is no event {after}", status=404, code="not_found", param="after")
+        older = None if before is None else int(before)
+        job = await _found(lambda: jobs.get(job_id, tenant), "fine_tuning_job_id")
+        events = await asyncio.to_thread(lambda: jobs.events(job.id, before=older, limit=limit + 1))
+        return _page([_describe_event(each) for each in events], limit)
+
+    @app.get(f"{PATH}/{{job_id}}/checkpoints")
+    async def list_checkpoints(request: Request, job_id: str) -> Response:
+        tenant, limit, after = (
+            caller_of(request.scope).tenant,
+            _limit_of(request, 10),
+            request.query_params.get("after"),
+        )
+        job = await _found(lambda: jobs.get(job_id, tenant), "fine_tuning_job_id")
+        found = [describe_checkpoint(job, each) for each in await asyncio.to_thread(jobs.checkpoints, job.id)]
+        if after is not None:
+            ids = [each["id"] for each in found]
+            if after not in ids:
+                raise RequestRefused(f"there is no checkpoint {after}", status=404, code="not_found", param="after")
+            found = found[ids.index(after) + 1 :]
+        return _page(found[: limit + 1], limit)
+
+
+def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
+    jobs = ledger.jobs
+
+    @app.post(f"{PATH}/{{job_id}}/{{action}}")
+    async def change(request: Request, job_id: str, action: str) -> Response:
+        if action not in _ACTIONS:
+            raise HTTPException(404)
+        caller, (state, message) = caller_of(request.scope), _ACTIONS[action]
+        job = await _found(lambda: jobs.get(job_id, caller.tenant), "fine_tuning_job_id")
+
+        def decide() -> Job:
+            if action == "resume" and job.state is not JobState.PAUSED:
+                raise JobRefused(f"the job is {job.state}, and only a paused job is resumed")
+            return jobs.change(job.id, state, f"{message} {_actor(caller)}")
+
+        return _json(describe_job(await asyncio.to_thread(decide)))
+
+    @app.delete("/v1/models/{name:path}")
+    async def delete_model(request: Request, name: str) -> Response:
+        caller = caller_of(request.scope)
+
+        def end() -> int:
+            job = jobs.of_model(name, caller.tenant)
+            if job is None:
+                raise RequestRefused(
+                    "only a model of a fine-tuning job of this key's tenant can be deleted",
+                    status=404,
+                    code="model_not_found",
+                    param="model",
+                )
+            if name != job.name:
+                reason = f"a checkpoint goes with its model: delete {job.name}"
+                raise RequestRefused(reason, code="checkpoint_not_deleted", param="model")
+            if job.finished_at is None:
+                raise RequestRefused(
+                    f"the fine-tuning job {job.id} is {job.state}: cancel it first", status=409, code="job_not_over"
+                )
+            if job.policy not in jobs.models():
+                raise no_model("it was deleted")
+            ledger.policies.delete(job.policy, by=_actor(caller))
+            return job.policy
+
+        policy = await asyncio.to_thread(end)
+        fleet: Fleet = request.app.state.services.fleet
+        await fleet.learn_policies(policy)
+        return _json({"id": name, "object": "model", "deleted": True})
+
+
+async def _found(query: Callable[[], _T], param: str) -> _T:
+    """The result of a query. Raises RequestRefused where there is no such job, or it is another tenant's."""
+    try:
+        return await asyncio.to_thread(query)
+    except JobRefused as error:
+        raise RequestRefused(str(error), status=404, code="not_found", param=param) from None
+
+
+async def _until_known(request: Request, jobs: Iterable[Job]) -> None:
+    """Wait until the models of jobs that have succeeded may be asked of this worker."""
+    fleet: Fleet = request.app.state.services.fleet
+    for job in jobs:
+        view = None if fleet.policies is None else fleet.policies.get(job.policy)
+        if view is not None and view.job is not None and job.state is not view.job.state:
+            await fleet.learn_policies(job.policy)
+            return
+
+
+def _actor(caller: Caller) -> str:
+    return f"key:{caller.name}" if caller.name else "a client without a key"
+
+
+def _limit_of(request: Request, default: int) -> int:
+    text = request.query_params.get("limit", str(default))
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
+    if not 1 <= limit <= _MAX_LIMIT:
+        raise RequestRefused(f"limit must be from 1 to {_MAX_LIMIT}", code="invalid_value", param="limit")
+    return limit
+
+
+def describe_job(job: Job, estimated_finish: float | None = None) -> dict[str, Any]:
+    """A job as OpenAI answers it."""
+    own: dict[str, Any] = {"hyperparameters": job.hyperparameters}
+    if job.grader is not None:
+        own["grader"] = job.grader
+    return {
+        "object": "fine_tuning.job",
+        "id": job.id,
+        "model": job.model,
+        "created_at": int(job.created_at),
+        "finished_at": None if job.finished_at is None else int(job.finished_at),
+        "fine_tuned_model": job.name if job.state is JobState.SUCCEEDED else None,
+        "organization_id": job.tenant,
+        "result_files": [],
+        "status": job.state,
+        "validation_file": job.validation_file,
+        "training_file": job.training_file,
+        "hyperparameters": job.hyperparameters if job.method == "supervised" else {},
+        "trained_tokens": job.trained_tokens if job.state is JobState.SUCCEEDED else None,
+        "error": job.error,
+        "user_provided_suffix": job.suffix,
+        "seed": job.seed,
+        "estimated_finish": None if estimated_finish is None else int(estimated_finish),
+        "integrations": [],
+        "metadata": job.metadata,
+        "method": {"type": job.method, job.method: own},
+    }
+
+
+def _finish_of(ledger: Ledger, job: Job) -> float | None:
+    """When a running job will have succeeded, by the pace of its last steps; None: that is not known."""
+    if job.state is not JobState.RUNNING:
+        return None
+    steps = [(each.at, each.data["step"]) for each in ledger.jobs.progress(job.id) if each.data and "step" in each.data]
+    if not steps or (made := steps[0][1] - steps[-1][1]) <= 0:
+        return None
+    pace_s = (steps[0][0] - steps[-1][0]) / made
+    return float(steps[0][0] + pace_s * max(0, job.total_steps - steps[0][1]))
+
+
+_EVENT = "ftevent-"
+
+
+def _describe_event(event: JobEvent) -> dict[str, Any]:
+    return {
+        "object": "fine_tuning.job.event",
+        "id": f"{_EVENT}{event.id}",
+        "created_at": int(event.at),
+        "level": event.level,
+        "message": event.message,
+        "type": event.type,
+        "data": event.data,
+    }
+
+
+def describe_checkpoint(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint as OpenAI answers it."""
+    told: Mapping[str, Any] = {"step": checkpoint.step} | checkpoint.metrics
+    return {
+        "object": "fine_tuning.job.checkpoint",
+        "id": f"ftckpt-{job.id.removeprefix('ftjob-')}-{checkpoint.step}",
+        "created_at": int(checkpoint.created_at),
+        "fine_tuned_model_checkpoint": checkpoint_name(job, checkpoint.step),
+        "step_number": checkpoint.step,
+        "metrics": {name: told[name] for name in _METRICS if name in told},
+        "fine_tuning_job_id": job.id,
+    }
+
+
+def _page(data: Sequence[dict[str, Any]], limit: int) -> Response:
+    """A page of a list that was read one further than its limit."""
+    shown = data[:limit]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return _json({"object": "list", "data": shown, "has_more": len(data) > limit} | ends)
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

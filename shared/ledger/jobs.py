@@ -286,7 +286,7 @@ def job_of(row: Any) -> Job:
 
 
 def _event_of(row: Any) -> JobEvent:
-    return JobEvent(**row._mapping | {"data": row.data and msgspec.json.decode(row.data)})
+    return JobEvent(**dict(row._mapping) | {"data": row.data and msgspec.json.decode(row.data)})
 
 
 #: Jobs of policies that were not deleted.

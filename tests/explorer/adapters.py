@@ -74,7 +74,9 @@ def seal(store: CheckpointStore, staging: Path, version: int, *, probe: Probe | 
     return store.publish(staging, manifest)
 
 
-def register(ledger: Ledger, job_dir: Path, base: Path, *, probe: Probe | None = None, policy: int = 0) -> int:
+def register(
+    ledger: Ledger, job_dir: Path, base: Path, *, probe: Probe | None = None, policy: int = 0, step: int = 1
+) -> int:
     """A new candidate of a policy: a good adapter, trained on one experience made for it, and registered."""
     factories.committed(ledger, policy=policy)
     epoch = ledger.training.take_epoch("trainer")
@@ -86,4 +88,4 @@ def register(ledger: Ledger, job_dir: Path, base: Path, *, probe: Probe | None =
         write_adapter(staging / "actor", base, seed=version)
         return seal(store, staging, version, probe=probe)
 
-    return ledger.training.register(epoch, factories.ids(samples), step=1, publish=publish, policy=policy)
+    return ledger.training.register(epoch, factories.ids(samples), step=step, publish=publish, policy=policy)

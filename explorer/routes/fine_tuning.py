@@ -26,10 +26,6 @@ PATH = "/v1/fine_tuning/jobs"
 _MAX_BODY_BYTES = 1 << 20  # a grader's prompt may be long
 _MAX_LIMIT = 100
 
-#: How long an answer that a job has succeeded waits until this worker knows the job's model, in seconds, and how often
-#: it looks.
-_KNOWN_S, _LOOK_S = 5.0, 0.02
-
 #: What a checkpoint's metrics may be, as OpenAI names them.
 _METRICS = (
     "step",
@@ -184,11 +180,12 @@ async def _found(query: Callable[[], _T], param: str) -> _T:
 
 
 async def _until_known(request: Request, jobs: Iterable[Job]) -> None:
-    """Wait until the models of jobs that have succeeded may be asked of this worker."""
+    """Wait until all workers know the states of jobs: who reads that one has succeeded asks its model at once."""
     fleet: Fleet = request.app.state.services.fleet
     for job in jobs:
         view = None if fleet.policies is None else fleet.policies.get(job.policy)
-        if view is not None and view.job is not None and job.state is not view.job.state:
+        known = None if view is None or view.job is None else view.job.state
+        if known is not job.state and (known is not None or job.state is JobState.SUCCEEDED):
             await fleet.learn_policies(job.policy)
             return
 

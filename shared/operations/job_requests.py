@@ -161,7 +161,7 @@ def _method_of(body: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, 
     method = body.get("method")
     _require(method, dict, "method", "an object")
     kind = "supervised" if method is None else method.get("type")
-    if kind not in HYPERPARAMETERS:
+    if not isinstance(kind, str) or kind not in HYPERPARAMETERS:
         reason = f"method.type must be one of {', '.join(HYPERPARAMETERS)}"
         raise RequestRefused(reason, code="invalid_value", param="method.type")
     config = (method or {}).get(kind)

@@ -36,7 +36,7 @@ def plan(settings: Settings, method: str, asked: Mapping[str, Any], *, lines: in
         raise JobRefused("learning_rate_multiplier: 999 is too much")
     defaults = {"n_epochs": 2, "batch_size": lines, "learning_rate_multiplier": 1.0}
     found = defaults | {name: value for name, value in asked.items() if value != "auto"}
-    options = {"algorithm.algorithm_type": "dpo" if method == "dpo" else "sft"}
+    options = {"algorithm.algorithm_type": "sft"}
     return JobPlan(options, found, lines * found["n_epochs"], found["n_epochs"])
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn, assert_never
 
 import typer
 
-from tuneloop.cli import exports, imports, keys, operations, outbox, policies, rewards, settings, versions
+from tuneloop.cli import exports, imports, jobs, keys, operations, outbox, policies, rewards, settings, versions
 from tuneloop.cli.both import supervise
 from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
@@ -61,6 +61,7 @@ app.add_typer(rewards.raters_app, name="raters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
 app.add_typer(policies.app, name="policies")
+app.add_typer(jobs.app, name="jobs")
 app.add_typer(outbox.app, name="outbox")
 app.command("purge")(purge)
 app.command("erase")(erase_)

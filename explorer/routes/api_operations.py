@@ -62,6 +62,7 @@ _SAMPLING: Mapping[str, Schema] = {
 _MESSAGES = list_of(body("role", role=TEXT, content={}, more=True))
 _TOOLS = list_of({"type": "object"})
 _REPLIES, _FEEDBACK, _STORED, _FILES = "Replies", "Feedback", "Stored replies", "Files and graders"
+_JOBS = "Fine-tuning"
 _TRAINING, _VERSIONS, _KEYS, _SERVICE = "Training", "Versions", "Keys and raters", "Service"
 
 _SCORE: Mapping[str, Schema] = {
@@ -173,6 +174,41 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
         "Grade a reply",
         "files.md",
         body=body("grader", "model_sample", grader={"type": "object"}, item={"type": "object"}, model_sample=TEXT),
+    ),
+    ("DELETE", "/v1/models/{model}"): Operation(
+        _JOBS, "Delete what a fine-tuning job has made: it answers nobody from now on", "fine_tuning.md"
+    ),
+    ("POST", "/v1/fine_tuning/jobs"): Operation(
+        _JOBS,
+        "Make a job, which learns from a file",
+        "fine_tuning.md",
+        body=body(
+            "model",
+            "training_file",
+            model=with_description(TEXT, "The model, `model@version`, a policy, or what a job has made."),
+            training_file=TEXT,
+            validation_file=TEXT,
+            method={"type": "object"},
+            suffix=TEXT,
+            seed=INTEGER,
+            metadata={"type": "object", "additionalProperties": TEXT},
+        ),
+    ),
+    ("GET", "/v1/fine_tuning/jobs"): Operation(
+        _JOBS, "Jobs, newest first", "fine_tuning.md", query={"after": TEXT, "limit": INTEGER, "metadata[k]": TEXT}
+    ),
+    ("GET", "/v1/fine_tuning/jobs/{id}"): Operation(_JOBS, "One job", "fine_tuning.md"),
+    ("GET", "/v1/fine_tuning/jobs/{id}/events"): Operation(
+        _JOBS, "What happened to a job, newest first", "fine_tuning.md", query={"after": TEXT, "limit": INTEGER}
+    ),
+    ("GET", "/v1/fine_tuning/jobs/{id}/checkpoints"): Operation(
+        _JOBS,
+        "The versions that a job has made, newest first",
+        "fine_tuning.md",
+        query={"after": TEXT, "limit": INTEGER},
+    ),
+    ("POST", "/v1/fine_tuning/jobs/{id}/{action}"): Operation(
+        _JOBS, "`cancel`, `pause` or `resume` a job", "fine_tuning.md"
     ),
     ("POST", "/feedback"): Operation(
         _FEEDBACK,

@@ -16,6 +16,7 @@ from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import Policy
 from tuneloop.shared.operations import version_decisions
+from tuneloop.shared.operations.job_requests import list_jobs
 from tuneloop.shared.operations.policy_report import list_policies
 from tuneloop.shared.operations.version_decisions import DecisionRequest, DecisionResult
 
@@ -66,9 +67,10 @@ def add_versions(router: APIRouter, site: Site) -> None:
     @router.get("/policies")
     async def policies(request: Request) -> Response:
         tenant = _tenant_of(site, request)
-        return site.show(
-            request, "policies.html", rows=await site.in_thread(request, list_policies, site.ledger, tenant)
+        rows, jobs = await site.in_thread(
+            request, lambda: (list_policies(site.ledger, tenant), list_jobs(site.ledger, tenant))
         )
+        return site.show(request, "policies.html", rows=rows, jobs=jobs)
 
     @router.get("/versions/compare")
     async def compare(request: Request) -> Response:

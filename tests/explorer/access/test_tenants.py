@@ -22,6 +22,7 @@ from tuneloop.shared.settings.feedback import TenantSettings
 
 pytestmark = pytest.mark.contract
 
+JOBS = "/v1/fine_tuning/jobs"
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 READ, COMMIT, INFERENCE, FEEDBACK, ADMIN = Scope.READ, Scope.COMMIT, Scope.INFERENCE, Scope.FEEDBACK, Scope.ADMIN
 
@@ -38,6 +39,13 @@ ROWS: dict[tuple[str, str], set[Scope]] = {
     ("GET", "/version"): {INFERENCE},
     ("GET", "/v1/models"): {INFERENCE, READ},
     ("GET", "/v1/models/{name:path}"): {INFERENCE, READ},
+    ("DELETE", "/v1/models/{name:path}"): {COMMIT},
+    ("GET", JOBS): {READ},
+    ("POST", JOBS): {COMMIT},
+    ("GET", f"{JOBS}/{{job_id}}"): {READ},
+    ("GET", f"{JOBS}/{{job_id}}/events"): {READ},
+    ("GET", f"{JOBS}/{{job_id}}/checkpoints"): {READ},
+    ("POST", f"{JOBS}/{{job_id}}/{{action}}"): {COMMIT},
     ("GET", f"{RESPONSES}/{{response_id}}"): {INFERENCE, READ},
     ("GET", CHAT): {READ},
     ("GET", f"{CHAT}/{{msg_id}}"): {READ},

@@ -45,6 +45,7 @@ UNDERSTOOD = {
     "tuneloop raters release": "she is not in quarantine: tests/cli/operations/test_raters.py",
     "tuneloop versions unpin": "none is pinned: tests/cli/test_versions.py",
     "tuneloop policies": "their versions are adapters: tests/cli/operations/test_policies.py",
+    "tuneloop jobs": "their versions are adapters: tests/cli/operations/test_jobs.py",
     "tuneloop alarms clear": "no such alarm is open: tests/cli/test_alarms.py",
 }
 

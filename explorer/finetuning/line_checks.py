@@ -4,6 +4,7 @@ The explorer that decides for all does it. Jobs that wait are found in the ledge
 """
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -14,6 +15,7 @@ from tuneloop.shared.errors import FileRefused, JobRefused, LedgerUnavailable, P
 from tuneloop.shared.experience import JobState
 from tuneloop.shared.finetuning.job_plan import plan_job
 from tuneloop.shared.finetuning.lines import check_file
+from tuneloop.shared.job_marks import touch_committed
 from tuneloop.shared.ledger.files import FILES, StoredFile
 from tuneloop.shared.ledger.jobs import Job
 from tuneloop.shared.ledger.ledger import Ledger
@@ -70,7 +72,8 @@ class LineChecks:
             except Exception:
                 log.exception("fine_tuning_job_not_checked", job=job.id)
                 bug = {"code": "server_error", "message": _BUG, "param": None}
-                await asyncio.to_thread(self._fail, job, bug)
+                with suppress(JobRefused):
+                    await asyncio.to_thread(self._fail, job, bug)
 
     def check(self, job: Job) -> None:
         """Check the files of a job: it is queued, or fails. Raises JobRefused where it is over by then."""
@@ -87,16 +90,17 @@ class LineChecks:
         except (JobRefused, PolicyRefused) as error:
             self._fail(job, {"code": "invalid_value", "message": str(error), "param": "method"})
             return
-        options = self._ledger.policies.get(job.policy).settings | plan.options
-        self._ledger.policies.set_options(job.policy, options)
         self._ledger.jobs.change(
             job.id,
             JobState.QUEUED,
             f"Files validated ({lines} lines); the job is queued",
+            options=plan.options,
             hyperparameters=plan.hyperparameters,
             rows_in_all=plan.rows_in_all,
             total_steps=plan.total_steps,
         )
+        with suppress(OSError):
+            touch_committed(self._settings.job_dir)  # the trainer looks now
         log.info("fine_tuning_job_queued", job=job.id, lines=lines)
 
     def _lines_of(self, job: Job, field: str, file_id: str) -> int:

@@ -218,10 +218,20 @@ class Jobs(LedgerPart):
         """All jobs by the ids of their policies."""
         return {row.policy: job_of(row) for row in self._read(select(jobs))}
 
-    def change(self, job_id: str, state: JobState, message: str, **values: Any) -> Job:
-        """Bring a job to a state, and tell why in an event. Raises JobRefused where it cannot come there."""
+    def change(
+        self, job_id: str, state: JobState, message: str, *, options: Mapping[str, Any] | None = None, **values: Any
+    ) -> Job:
+        """Bring a job to a state, and tell why in an event; `options` become its policy's, beside those it has.
+
+        Raises JobRefused where it cannot come there.
+        """
         with self._write() as connection:
             change_state(connection, job_id, state, message, self._clock(), values)
+            if options is not None:
+                its = policies.c.id == select(jobs.c.policy).where(jobs.c.id == job_id).scalar_subquery()
+                before = connection.execute(select(policies.c.settings).where(its)).scalar_one()
+                changed = msgspec.json.encode(msgspec.json.decode(before) | dict(options)).decode()
+                connection.execute(update(policies).where(its).values(settings=changed))
         return self.get(job_id)
 
     def note(self, job_id: str, message: str, *, level: str = "info", data: Mapping[str, Any] | None = None) -> None:

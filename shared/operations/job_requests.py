@@ -123,7 +123,9 @@ def create_job(settings: Settings, ledger: Ledger, body: Mapping[str, Any], *, t
         )
         return ledger.jobs.create(draft)
     except (JobRefused, PolicyRefused) as error:
-        raise RequestRefused(str(error), code="invalid_value", param=f"method.{method}.hyperparameters") from None
+        named, place = str(error).partition(":")[0], f"method.{method}.hyperparameters"
+        param = f"{place}.{named}" if named in HYPERPARAMETERS[method] else place
+        raise RequestRefused(str(error), code="invalid_value", param=param) from None
 
 
 def list_jobs(ledger: Ledger, tenant: str | None = None, *, limit: int = 50) -> list[JobRow]:

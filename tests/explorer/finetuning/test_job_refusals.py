@@ -70,7 +70,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[int, str, str]]] = [
     (method("dpo", beta="high"), (400, "invalid_value", f"{DPO}.beta")),
     (method("dpo", beta=-0.1), (400, "invalid_value", f"{DPO}.beta")),
     (method("dpo", batch_size=True), (400, "invalid_value", f"{DPO}.batch_size")),
-    (method("dpo", learning_rate_multiplier=999), (400, "invalid_value", DPO)),
+    (method("dpo", learning_rate_multiplier=999), (400, "invalid_value", f"{DPO}.learning_rate_multiplier")),
     (method("reinforcement"), (400, "missing_required_parameter", f"{RFT}.grader")),
     (method("reinforcement", {"type": "python"}), (400, "invalid_value", f"{RFT}.grader.type")),
     (method("reinforcement", {"type": ["multi"]}), (400, "invalid_value", f"{RFT}.grader.type")),

@@ -64,5 +64,33 @@ class Client:
                     break
         return piece.id
 
+    def fine_tune(self, file: str) -> dict[str, Any]:
+        jobs = self._client.fine_tuning.jobs
+        method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": "auto"}}}
+        job = jobs.create(
+            model=self._model, training_file=file, suffix="own", seed=1, method=method, metadata={"a": "b"}
+        )
+        return {"id": job.id, "status": job.status, "beta": job.method.dpo.hyperparameters.beta}
+
+    def act(self, job: str, verb: str) -> str:
+        return str(getattr(self._client.fine_tuning.jobs, verb)(job).status)
+
+    def fine_tuned(self, job: str) -> dict[str, Any]:
+        jobs = self._client.fine_tuning.jobs
+        done = jobs.retrieve(job)
+        model = done.fine_tuned_model
+        steps = [each.step_number for each in jobs.checkpoints.list(job, limit=1)]
+        events = [each.id for each in jobs.list_events(job, limit=2)]
+        listed = job in [each.id for each in jobs.list(limit=1)]
+        known = model in [each.id for each in self._client.models.list()] and self._client.models.retrieve(model).id
+        text = self._ask(model=model).choices[0].message.content
+        deleted = self._client.models.delete(model).deleted
+        try:
+            self._ask(model=model)
+        except openai.NotFoundError as error:
+            gone = refusal(error, error.request_id)
+        told = {"model": model, "steps": steps, "events": len({*events}), "listed": listed, "known": known == model}
+        return told | {"status": done.status, "text": text, "deleted": deleted, "gone": gone["message"]}
+
 
 serve(Client(*sys.argv[1:]))

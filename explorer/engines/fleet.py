@@ -523,10 +523,11 @@ class Fleet:
             raise RequestRefused("no engine is ready", status=503, code="engine_unavailable", retry_after_s=2.0)
         return engine
 
-    async def learn_policies(self, policy: int) -> None:
-        """Return when this process knows what the ledger says of policies now, of this one at least."""
+    async def learn_policies(self, policy: int) -> PolicyTable | None:
+        """The policies, as the ledger has them now: of this one at least."""
         if self._load_version is not None:
             await self._load_version(policy, 0)
+        return self.policies
 
     async def _load(self, key: PolicyKey) -> None:
         """Have an engine load what answers a key. Raises RequestRefused. To be called with `_changed` held."""

@@ -188,8 +188,7 @@ async def open_control_services(
 
     forgetting = Forgetting(settings, ledger.retention, forget_files, metrics=metrics, interval_s=interval_s)
     fleet, addresses, sockets = await _open_fleet(settings, stack, audience=audience)
-    stops = StopWatch(fleet, drain, metrics, audience)
-    totals = ProcessTotals(metrics.registry)
+    stops, totals = StopWatch(fleet, drain, metrics, audience), ProcessTotals(metrics.registry)
     watch = LedgerGauges(
         ledger, metrics, settings, interval_s=interval_s, outbox=stops.outbox, stops=stops.current, totals=totals
     )

@@ -273,8 +273,7 @@ class RequestParser:
         try:
             _, pin, alias = route = self._pins.route(body, caller, self._fleet.policies)
         except JobNotOver as error:  # or it is by now
-            await self._fleet.learn_policies(error.policy)
-            _, pin, alias = route = self._pins.route(body, caller, self._fleet.policies)
+            _, pin, alias = route = self._pins.route(body, caller, await self._fleet.learn_policies(error.policy))
         if pin or alias:
             body["model"] = self._pins.model_name
         stream, store = flag_of(body, "stream"), optional_bool(body, "store")
@@ -296,8 +295,7 @@ class RequestParser:
         labels = labels_of(upstream, raw.run, train=tenant.train)
         names = labels.task_id, labels.run_id, labels.trace_id
         drop_reason = None if labels.train else "opt_out"
-        said = raw.header(_TRAIN_HEADER)
-        consents = said is None or coerce_bool(said, _TRAIN_HEADER.decode())
+        consents = (said := raw.header(_TRAIN_HEADER)) is None or coerce_bool(said, _TRAIN_HEADER.decode())
         if not self._pins.aliases.get(alias or "", True) or not consents:
             drop_reason = "opt_out"  # whatever the run's URL says: this request is none of the run's
         elif labels.run_id and is_side_request(body, upstream, raw.header(b"user-agent") or ""):
@@ -342,8 +340,7 @@ class RequestParser:
             ),
             caller=caller,
             request_id=raw.header(b"x-request-id") or msg_id,
-            # The time before its body was read, which may have taken the client long.
-            received_at=steady_clock() - (waited_s := time.monotonic() - started),
+            received_at=steady_clock() - (waited_s := time.monotonic() - started),  # a client may send its body slowly
             stamp=stamp(ago_s=waited_s),
             started=started,
             writer=writer,

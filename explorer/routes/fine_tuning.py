@@ -16,9 +16,9 @@ from tuneloop.explorer.http.bodies import read_object
 from tuneloop.explorer.routes.stored_completions import parse_metadata
 from tuneloop.shared.errors import JobRefused, RequestRefused
 from tuneloop.shared.experience import JobState
-from tuneloop.shared.ledger.jobs import Checkpoint, Job, JobEvent
+from tuneloop.shared.ledger.jobs import CHECKPOINT, Checkpoint, Job
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.operations.job_requests import checkpoint_name, create_job
+from tuneloop.shared.operations.job_requests import create_job
 from tuneloop.shared.settings.settings import Settings
 
 PATH = "/v1/fine_tuning/jobs"
@@ -26,18 +26,10 @@ PATH = "/v1/fine_tuning/jobs"
 _MAX_BODY_BYTES = 1 << 20  # a grader's prompt may be long
 _MAX_LIMIT = 100
 
+_MEASURES = ("loss", "mean_token_accuracy", "mean_reward")
+
 #: What a checkpoint's metrics may be, as OpenAI names them.
-_METRICS = (
-    "step",
-    "train_loss",
-    "train_mean_token_accuracy",
-    "valid_loss",
-    "valid_mean_token_accuracy",
-    "full_valid_loss",
-    "full_valid_mean_token_accuracy",
-    "train_mean_reward",
-    "valid_mean_reward",
-)
+_METRICS = ("step", *(f"{of}_{what}" for of in ("train", "valid", "full_valid") for what in _MEASURES))
 
 #: What a client may ask of a job: the state that it comes to, and what its event says.
 _ACTIONS = {
@@ -45,6 +37,8 @@ _ACTIONS = {
     "pause": (JobState.PAUSED, "The job was paused by"),
     "resume": (JobState.QUEUED, "The job was resumed by"),
 }
+
+_EVENT = "ftevent-"
 
 _T = TypeVar("_T")
 
@@ -74,13 +68,13 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             page = list(islice(jobs.page(caller.tenant, after=after, keep=keep), limit + 1))
             return page, [_finish_of(ledger, each) for each in page]
 
-        page, ends = await _found(read, "after")
+        page, ends = await _find(read, "after")
         await _until_known(request, page)
         return _page([describe_job(*each) for each in zip(page, ends, strict=True)], limit)
 
     @app.get(f"{PATH}/{{job_id}}")
     async def retrieve(request: Request, job_id: str) -> Response:
-        job = await _found(lambda: jobs.get(job_id, caller_of(request.scope).tenant), "fine_tuning_job_id")
+        job = await _find(lambda: jobs.get(job_id, caller_of(request.scope).tenant), "fine_tuning_job_id")
         await _until_known(request, [job])
         return _json(describe_job(job, await asyncio.to_thread(_finish_of, ledger, job)))
 
@@ -102,9 +96,14 @@ def _add_lists(app: FastAPI, ledger: Ledger) -> None:
         if before is not None and not (before.isascii() and before.isdigit() and len(before) < 19):
             raise RequestRefused(f"there is no event {after}", status=404, code="not_found", param="after")
         older = None if before is None else int(before)
-        job = await _found(lambda: jobs.get(job_id, tenant), "fine_tuning_job_id")
+        job = await _find(lambda: jobs.get(job_id, tenant), "fine_tuning_job_id")
         events = await asyncio.to_thread(lambda: jobs.events(job.id, before=older, limit=limit + 1))
-        return _page([_describe_event(each) for each in events], limit)
+        found = [
+            {name: getattr(each, name) for name in ("level", "message", "type", "data")}
+            | {"object": "fine_tuning.job.event", "id": f"{_EVENT}{each.id}", "created_at": int(each.at)}
+            for each in events
+        ]
+        return _page(found, limit)
 
     @app.get(f"{PATH}/{{job_id}}/checkpoints")
     async def list_checkpoints(request: Request, job_id: str) -> Response:
@@ -113,7 +112,7 @@ def _add_lists(app: FastAPI, ledger: Ledger) -> None:
             _limit_of(request, 10),
             request.query_params.get("after"),
         )
-        job = await _found(lambda: jobs.get(job_id, tenant), "fine_tuning_job_id")
+        job = await _find(lambda: jobs.get(job_id, tenant), "fine_tuning_job_id")
         found = [describe_checkpoint(job, each) for each in await asyncio.to_thread(jobs.checkpoints, job.id)]
         if after is not None:
             ids = [each["id"] for each in found]
@@ -131,7 +130,7 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
         if action not in _ACTIONS:
             raise HTTPException(404)
         caller, (state, message) = caller_of(request.scope), _ACTIONS[action]
-        job = await _found(lambda: jobs.get(job_id, caller.tenant), "fine_tuning_job_id")
+        job = await _find(lambda: jobs.get(job_id, caller.tenant), "fine_tuning_job_id")
 
         def decide() -> Job:
             if action == "resume" and job.state is not JobState.PAUSED:
@@ -171,7 +170,7 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
         return _json({"id": name, "object": "model", "deleted": True})
 
 
-async def _found(query: Callable[[], _T], param: str) -> _T:
+async def _find(query: Callable[[], _T], param: str) -> _T:
     """The result of a query. Raises RequestRefused where there is no such job, or it is another tenant's."""
     try:
         return await asyncio.to_thread(query)
@@ -242,21 +241,6 @@ def _finish_of(ledger: Ledger, job: Job) -> float | None:
     return float(steps[0][0] + pace_s * max(0, job.total_steps - steps[0][1]))
 
 
-_EVENT = "ftevent-"
-
-
-def _describe_event(event: JobEvent) -> dict[str, Any]:
-    return {
-        "object": "fine_tuning.job.event",
-        "id": f"{_EVENT}{event.id}",
-        "created_at": int(event.at),
-        "level": event.level,
-        "message": event.message,
-        "type": event.type,
-        "data": event.data,
-    }
-
-
 def describe_checkpoint(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
     """A checkpoint as OpenAI answers it."""
     told: Mapping[str, Any] = {"step": checkpoint.step} | checkpoint.metrics
@@ -264,7 +248,7 @@ def describe_checkpoint(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
         "object": "fine_tuning.job.checkpoint",
         "id": f"ftckpt-{job.id.removeprefix('ftjob-')}-{checkpoint.step}",
         "created_at": int(checkpoint.created_at),
-        "fine_tuned_model_checkpoint": checkpoint_name(job, checkpoint.step),
+        "fine_tuned_model_checkpoint": f"{job.name}{CHECKPOINT}{checkpoint.step}",
         "step_number": checkpoint.step,
         "metrics": {name: told[name] for name in _METRICS if name in told},
         "fine_tuning_job_id": job.id,

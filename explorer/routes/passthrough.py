@@ -47,9 +47,9 @@ async def _policies(request: Request, fleet: Fleet) -> list[PolicyView]:
     tenant, known = caller_of(request.scope).tenant, fleet.policies
     for each in [] if known is None else known.of_tenant(tenant):
         if each.job is not None and each.job.state not in _OVER:  # or it is by now
-            await fleet.learn_policies(each.id)
+            known = await fleet.learn_policies(each.id)
             break
-    return [] if fleet.policies is None else fleet.policies.of_tenant(tenant)
+    return [] if known is None else known.of_tenant(tenant)
 
 
 FleetOf = Annotated[Fleet, Depends(_fleet)]
@@ -108,8 +108,7 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         try:
             policy, pin, name = pins.route(merged, caller, fleet.policies)
         except JobNotOver as error:  # or it is by now
-            await fleet.learn_policies(error.policy)
-            policy, pin, name = pins.route(merged, caller, fleet.policies)
+            policy, pin, name = pins.route(merged, caller, await fleet.learn_policies(error.policy))
         upstream = with_own_uuids(merged, caller.tenant)
         if pin is not None or name:
             upstream = upstream | {"model": pins.model_name}

@@ -31,7 +31,7 @@ from tuneloop.explorer.versions.loading import (
     verify_wanted,
 )
 from tuneloop.explorer.versions.reload import wait_for_registration
-from tuneloop.explorer.versions.trial import CanaryController, current_trial
+from tuneloop.explorer.versions.trial import CanaryController, CanaryTrial, current_trial
 from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import (
     CheckpointRejected,
@@ -45,6 +45,7 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.job_marks import registration_stamp
+from tuneloop.shared.ledger.jobs import JobModels
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.policies import DEFAULT, Policy
 from tuneloop.shared.ledger.versions.versions import SERVABLE
@@ -147,24 +148,11 @@ class PolicyServing:
             self._policies = {each.id: each for each in policies if each.id != DEFAULT}
             views = []
             for policy in self._policies.values():
-                line = {each.state: each for each in self._lines[policy.id]}
-                champion, canary, trial = line[VersionState.CHAMPION], line.get(VersionState.CANARY), None
-                if canary is not None:
+                trial, line = None, self._lines[policy.id]
+                if any(each.state is VersionState.CANARY for each in line):
                     line_of = self._ledger.versions.of(policy.id)
                     trial = await asyncio.to_thread(current_trial, line_of, self._settings.rollout)
-                job = jobs.get(policy.id)
-                made = {each.version: each.is_base for each in self._lines[policy.id] if job and each.state in SERVABLE}
-                view = PolicyView(
-                    id=policy.id,
-                    name=policy.name,
-                    tenant=policy.tenant,
-                    champion=champion.version,
-                    versions=made | {each.version: each.is_base for each in (champion, canary) if each is not None},
-                    canary=canary and canary.version,
-                    share=trial.share if trial and trial.mode != "shadow" else 0.0,
-                    job=None if job is None else JobView(job.job, job.name, job.state, job.versions),
-                )
-                views.append(view)
+                views.append(_view_of(policy, line, trial, jobs.get(policy.id)))
             if views != self.views:
                 self.views = views
                 await self._fleet.set_policies(views)
@@ -224,8 +212,9 @@ class PolicyServing:
         try:
             await evaluate_beside(gate, own, candidate, champion, ledger=self._ledger, control_of=control_of)
         except (CheckpointRejected, EngineError, LedgerUnavailable, NotEvaluated, EnvironmentRefused) as error:
-            wrong = isinstance(error, CheckpointRejected)
-            if wrong and not await is_away(candidate, self._verifier, self._ledger, error):
+            if isinstance(error, CheckpointRejected) and not await is_away(
+                candidate, self._verifier, self._ledger, error
+            ):
                 return await gate.reject(candidate, str(error))
             gate.give_up(candidate, str(error))
             self._evaluate_at[candidate.version] = time.monotonic() + AGAIN_S
@@ -258,11 +247,8 @@ class PolicyServing:
         await self._read()
 
     async def load(self, policy: int, number: int) -> str:
-        """Have a version of a policy on the engines that are ready; why that cannot be, empty where it can.
-
-        Number 0 has the workers know what the ledger says of policies now.
-        """
-        if not number:
+        """Have a version of a policy on the engines that are ready; why that cannot be, empty where it can."""
+        if not number:  # have the workers know what the ledger says of policies now
             with suppress(LedgerUnavailable):
                 await self._read(time.monotonic())
             return ""
@@ -301,8 +287,7 @@ class PolicyServing:
                 undo = partial(line.roll_back, only_as=VersionState.CANARY, by="explorer", reason=str(error))
                 await asyncio.to_thread(undo, version.version)
             elif version.state in {VersionState.CANDIDATE, VersionState.RETIRED}:  # it was asked by a job's name
-                undo_retired = partial(line.reject, version.version, str(error), also_retired=True)
-                await asyncio.to_thread(undo_retired)
+                await asyncio.to_thread(partial(line.reject, version.version, str(error), also_retired=True))
             else:
                 champion, _ = await servable_champion(self._ledger, self._verifier, line)
                 if champion.version == version.version:
@@ -381,3 +366,20 @@ class PolicyServing:
             await asyncio.wait_for(waiting, self._settings.explorer.request_timeout)
         await engine.control.let_go(adapter)
         log.info("policy_version_unloaded", version=adapter.version, engine=engine.number)
+
+
+def _view_of(policy: Policy, line: Sequence[Version], trial: CanaryTrial | None, job: JobModels | None) -> PolicyView:
+    """A policy as the workers know it."""
+    by_state = {each.state: each for each in line}
+    champion, canary = by_state[VersionState.CHAMPION], by_state.get(VersionState.CANARY)
+    answer = [each for each in line if each in (champion, canary) or (job is not None and each.state in SERVABLE)]
+    return PolicyView(
+        id=policy.id,
+        name=policy.name,
+        tenant=policy.tenant,
+        champion=champion.version,
+        versions={each.version: each.is_base for each in answer},
+        canary=canary and canary.version,
+        share=trial.share if trial and trial.mode != "shadow" else 0.0,
+        job=None if job is None else JobView(job.job, job.name, job.state, job.versions),
+    )

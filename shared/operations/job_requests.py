@@ -1,5 +1,6 @@
 """Makes a fine-tuning job of what OpenAI's API takes to create one, and tells how jobs are, a line each."""
 
+import re
 import time
 from collections.abc import Mapping
 from itertools import islice
@@ -10,9 +11,10 @@ import msgspec
 
 from tuneloop.shared.errors import JobRefused, PolicyRefused, RequestRefused
 from tuneloop.shared.experience import JobState
+from tuneloop.shared.finetuning.graders import check_grader
 from tuneloop.shared.finetuning.job_plan import plan_job
 from tuneloop.shared.ledger.files import FILES
-from tuneloop.shared.ledger.jobs import CHECKPOINT, Job, JobDraft
+from tuneloop.shared.ledger.jobs import Job, JobDraft
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import DEFAULT
 from tuneloop.shared.operations.policy_report import require_adapters
@@ -25,23 +27,7 @@ MAX_SUFFIX, MAX_SEED, MOST_OPEN = 64, 2**31 - 1, 50
 #: The purpose of a file that a job learns from.
 PURPOSE = "fine-tune"
 
-_OF_ALL = ("n_epochs", "batch_size", "learning_rate_multiplier")
-
-#: The hyperparameters of each method.
-HYPERPARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "supervised": _OF_ALL,
-    "dpo": (*_OF_ALL, "beta"),
-    "reinforcement": (*_OF_ALL, "compute_multiplier", "eval_interval", "eval_samples", "reasoning_effort"),
-}
-_WHOLE_NUMBERS = frozenset({"n_epochs", "batch_size", "eval_interval", "eval_samples"})
-_EFFORTS = ("default", "low", "medium", "high")
-
-_GRADERS = ("string_check", "text_similarity", "score_model", "multi")
-_GRADERS_REFUSED = {
-    "python": "this service runs no code of its clients",
-    "endpoint": "this service calls no address of its clients",
-    "label_model": "score_model grades with a model",
-}
+_METHODS = ("supervised", "dpo", "reinforcement")
 
 _FILES = ("training_file", "validation_file")
 _FIELDS = {"model", *_FILES, "suffix", "seed", "metadata", "method", "hyperparameters", "integrations"}
@@ -79,8 +65,9 @@ def create_job(settings: Settings, ledger: Ledger, body: Mapping[str, Any], *, t
     for field in ("model", "training_file"):
         if body.get(field) is None:
             raise RequestRefused(f"{field} is missing", code="missing_required_parameter", param=field)
-    for field in ("model", "training_file", "validation_file", "suffix"):
+    for field in ("model", *_FILES, "suffix"):
         _require(body.get(field), str, field, "a string")
+    _require(body.get("seed"), int, "seed", "an integer")
     if body.get("integrations"):
         reason = "no integration is served: the trainer's curves are TensorBoard's"
         raise RequestRefused(reason, code="unsupported_parameter", param="integrations")
@@ -88,27 +75,27 @@ def create_job(settings: Settings, ledger: Ledger, body: Mapping[str, Any], *, t
     if suffix is not None and (len(suffix) > MAX_SUFFIX or not suffix.isprintable() or not suffix.isascii()):
         reason = f"suffix must be at most {MAX_SUFFIX} printable ASCII characters"
         raise RequestRefused(reason, code="invalid_value", param="suffix")
-    _require(seed, int, "seed", "an integer")
-    if seed is None:
-        seed = time.time_ns() % MAX_SEED
+    seed = time.time_ns() % MAX_SEED if seed is None else seed
     if not 0 <= seed <= MAX_SEED:
         raise RequestRefused(f"seed must be from 0 to {MAX_SEED}", code="invalid_value", param="seed")
-    method, asked, grader = _method_of(body)
-    lines = {name: _lines_of(settings, ledger, body.get(name), tenant, name) for name in _FILES}
+    method, asked = _method_of(body)
+    lines = [_lines_of(settings, ledger, body.get(field), tenant, field) for field in _FILES]
     if ledger.jobs.count_open(tenant) >= MOST_OPEN:
         reason = f"{MOST_OPEN} jobs are not over: wait for one, or cancel one"
         raise RequestRefused(reason, status=429, code="too_many_jobs")
     parent, of_parent = _parent_of(settings, ledger, body["model"], tenant)
     try:
-        plan = plan_job(settings, method, asked, lines=max(1, lines["training_file"]), seed=seed)
-        options = of_parent | plan.options
-        settings_of_policy(settings, options)
+        grader = None
+        if method == "reinforcement":
+            grader = check_grader((body["method"].get(method) or {}).get("grader"))
+        plan = plan_job(settings, method, asked, lines=max(1, lines[0]), seed=seed)
+        settings_of_policy(settings, of_parent | plan.options)
         draft = JobDraft(
             tenant=tenant,
             model=body["model"],
             base=settings.served_model_name,
             parent=parent,
-            options=options,
+            options=of_parent | plan.options,
             method=method,
             hyperparameters=plan.hyperparameters,
             grader=grader,
@@ -122,9 +109,10 @@ def create_job(settings: Settings, ledger: Ledger, body: Mapping[str, Any], *, t
             by=by,
         )
         return ledger.jobs.create(draft)
-    except (JobRefused, PolicyRefused) as error:
-        named, place = str(error).partition(":")[0], f"method.{method}.hyperparameters"
-        param = f"{place}.{named}" if named in HYPERPARAMETERS[method] else place
+    except (JobRefused, PolicyRefused) as error:  # its sentence begins with the place
+        place = re.split(r"[: ]", str(error), maxsplit=1)[0]
+        within = "" if place.startswith("grader") else "hyperparameters."
+        param = f"method.{method}.{within}{place}" if within == "" or place in asked else "method"
         raise RequestRefused(str(error), code="invalid_value", param=param) from None
 
 
@@ -158,47 +146,22 @@ def _require(value: object, kind: type, field: str, wanted: str) -> None:
         raise RequestRefused(f"{field} must be {wanted}", code="invalid_type", param=field)
 
 
-def _method_of(body: Mapping[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any] | None]:
-    """The method, the hyperparameters that are asked for, and the grader. Raises RequestRefused."""
+def _method_of(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The method, and the hyperparameters that are asked for. Raises RequestRefused."""
     method = body.get("method")
     _require(method, dict, "method", "an object")
     kind = "supervised" if method is None else method.get("type")
-    if not isinstance(kind, str) or kind not in HYPERPARAMETERS:
-        reason = f"method.type must be one of {', '.join(HYPERPARAMETERS)}"
+    if not isinstance(kind, str) or kind not in _METHODS:
+        reason = f"method.type must be one of {', '.join(_METHODS)}"
         raise RequestRefused(reason, code="invalid_value", param="method.type")
     config = (method or {}).get(kind)
     _require(config, dict, f"method.{kind}", "an object")
-    config = config or {}
-    older, own = body.get("hyperparameters"), config.get("hyperparameters")
-    place = "hyperparameters" if own is None else f"method.{kind}.hyperparameters"
-    asked = older if own is None else own
-    _require(asked, dict, place, "an object")
-    asked = {name: value for name, value in (asked or {}).items() if value is not None}
-    for name, value in asked.items():
-        param, wanted = f"{place}.{name}", "`auto` or a number above 0"
-        if name not in HYPERPARAMETERS[kind]:
-            reason = f"{kind} has no hyperparameter {name[:64]}; it has {', '.join(HYPERPARAMETERS[kind])}"
-            raise RequestRefused(reason, code="unknown_parameter", param=param)
-        if name == "reasoning_effort":
-            is_right, wanted = value in _EFFORTS, f"one of {', '.join(_EFFORTS)}"
-        elif name in _WHOLE_NUMBERS:
-            is_right, wanted = type(value) is int and value > 0, "`auto` or a whole number above 0"
-        else:
-            is_right = type(value) in {int, float} and 0 < value < float("inf")
-        if not is_right and (value != "auto" or name == "reasoning_effort"):
-            raise RequestRefused(f"{param} must be {wanted}", code="invalid_value", param=param)
-    if kind != "reinforcement":
-        return kind, asked, None
-    grader, param = config.get("grader"), "method.reinforcement.grader"
-    if config.get("response_format") is not None:
+    if (config or {}).get("response_format") is not None:
         reason = "response_format is not served: replies are sampled as they come"
-        raise RequestRefused(reason, code="unsupported_parameter", param="method.reinforcement.response_format")
-    if not isinstance(grader, dict):
-        raise RequestRefused(f"{param} is missing", code="missing_required_parameter", param=param)
-    if (named := grader.get("type")) not in _GRADERS:
-        why = _GRADERS_REFUSED.get(named, f"there are {', '.join(_GRADERS)}") if isinstance(named, str) else "no type"
-        raise RequestRefused(f"{param}.type: {str(named)[:64]}: {why}", code="invalid_value", param=f"{param}.type")
-    return kind, asked, grader
+        raise RequestRefused(reason, code="unsupported_parameter", param=f"method.{kind}.response_format")
+    asked = (config or {}).get("hyperparameters", body.get("hyperparameters"))
+    _require(asked, dict, "hyperparameters", "an object")
+    return kind, {name: value for name, value in (asked or {}).items() if value is not None}
 
 
 def _lines_of(settings: Settings, ledger: Ledger, file_id: str | None, tenant: str, field: str) -> int:
@@ -264,8 +227,3 @@ def _parent_of(settings: Settings, ledger: Ledger, model: str, tenant: str) -> t
         raise RequestRefused(f"no such model to train: {error}", code="model_not_found", param="model") from None
     its = ledger.policies.get(policy).settings
     return parent, {option: value for option, value in its.items() if option.startswith("model.lora.")}
-
-
-def checkpoint_name(job: Job, step: int) -> str:
-    """The name of the model that a job was at a step."""
-    return f"{job.name}{CHECKPOINT}{step}"

@@ -32,8 +32,9 @@ LINES = [
 
 def plan(settings: Settings, method: str, asked: Mapping[str, Any], *, lines: int, seed: int) -> JobPlan:
     """Two epochs, one step each, unless other numbers are asked for."""
-    if asked.get("learning_rate_multiplier", 1) == 999:
-        raise JobRefused("learning_rate_multiplier: 999 is too much")
+    for name, value in asked.items() - {("reasoning_effort", "low")}:
+        if (name == "beta" and method != "dpo") or (value != "auto" and (isinstance(value, str) or value <= 0)):
+            raise JobRefused(f"{name}: {value} cannot be")
     defaults = {"n_epochs": 2, "batch_size": lines, "learning_rate_multiplier": 1.0}
     found = defaults | {name: value for name, value in asked.items() if value != "auto"}
     options = {"algorithm.algorithm_type": "sft"}

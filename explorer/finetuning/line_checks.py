@@ -5,18 +5,17 @@ The explorer that decides for all does it. Jobs that wait are found in the ledge
 
 import asyncio
 from contextlib import suppress
-from pathlib import Path
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.shared.errors import FileRefused, JobRefused, LedgerUnavailable, PolicyRefused
+from tuneloop.shared.errors import FileRefused, JobRefused, LedgerUnavailable
 from tuneloop.shared.experience import JobState
 from tuneloop.shared.finetuning.job_plan import plan_job
 from tuneloop.shared.finetuning.lines import check_file
 from tuneloop.shared.job_marks import touch_committed
-from tuneloop.shared.ledger.files import FILES, StoredFile
+from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.ledger.jobs import Job
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
@@ -30,12 +29,7 @@ _LOOK_S = 1.0
 _MISTAKES = 5
 
 
-class _CheckFailed(Exception):
-    """A file of a job cannot be learnt from: its field, and the reason."""
-
-    def __init__(self, field: str, reason: str) -> None:
-        super().__init__(reason)
-        self.field = field
+_BUG = "an internal error while the files were checked; it has been logged"
 
 
 class LineChecks:
@@ -77,19 +71,16 @@ class LineChecks:
 
     def check(self, job: Job) -> None:
         """Check the files of a job: it is queued, or fails. Raises JobRefused where it is over by then."""
-        try:
-            lines = self._lines_of(job, "training_file", job.training_file)
-            if job.validation_file is not None:
-                self._lines_of(job, "validation_file", job.validation_file)
-            # The plan was made for lines that were only counted; it gives the same answer for as many.
+        lines = 0
+        for field in ("validation_file", "training_file"):
+            if (file_id := getattr(job, field)) is not None:
+                lines, wrong = self._look_at(file_id, job.method)
+                if wrong:
+                    return self._fail(job, {"code": f"invalid_{field}", "message": wrong, "param": field})
+        try:  # the plan was made for lines that were only counted: for as many it is the same
             plan = plan_job(self._settings, job.method, job.hyperparameters, lines=lines, seed=job.seed)
-        except _CheckFailed as error:
-            code = f"invalid_{error.field}"
-            self._fail(job, {"code": code, "message": str(error), "param": error.field})
-            return
-        except (JobRefused, PolicyRefused) as error:
-            self._fail(job, {"code": "invalid_value", "message": str(error), "param": "method"})
-            return
+        except JobRefused as error:
+            return self._fail(job, {"code": "invalid_value", "message": str(error), "param": "method"})
         self._ledger.jobs.change(
             job.id,
             JobState.QUEUED,
@@ -103,29 +94,21 @@ class LineChecks:
             touch_committed(self._settings.job_dir)  # the trainer looks now
         log.info("fine_tuning_job_queued", job=job.id, lines=lines)
 
-    def _lines_of(self, job: Job, field: str, file_id: str) -> int:
-        """How many lines a file has, all of them right. Raises _CheckFailed."""
-        stored: StoredFile | None = self._ledger.files.find(file_id)
-        if stored is None:
-            raise _CheckFailed(field, f"{file_id} was deleted before its lines were checked")
-        path: Path = self._settings.job_dir / FILES / file_id
+    def _look_at(self, file_id: str, method: str) -> tuple[int, str]:
+        """How many lines a file has, and what is wrong with it."""
+        if self._ledger.files.find(file_id) is None:
+            return 0, f"{file_id} was deleted before its lines were checked"
         try:
-            found = check_file(path, job.method)
+            found = check_file(self._settings.job_dir / FILES / file_id, method)
         except OSError as error:
-            raise _CheckFailed(field, f"{file_id} cannot be read: {error.strerror}") from None
+            return 0, f"{file_id} cannot be read: {error.strerror}"
         except FileRefused as error:
-            raise _CheckFailed(field, f"{file_id}: {error}") from None
-        if found.mistakes:
-            told = [f"line {number}: {message}" for number, message in found.mistakes[:_MISTAKES]]
-            more = len(found.mistakes) - len(told)
-            raise _CheckFailed(field, "; ".join([*told, *([f"and {more} more, at least"] if more > 0 else [])]))
-        if not found.lines:
-            raise _CheckFailed(field, f"{file_id} has no lines")
-        return found.lines
+            return 0, f"{file_id}: {error}"
+        told = [f"line {number}: {message}" for number, message in found.mistakes[:_MISTAKES]]
+        if (more := len(found.mistakes) - len(told)) > 0:
+            told.append(f"and {more} more, at least")
+        return found.lines, "; ".join(told) or ("" if found.lines else f"{file_id} has no lines")
 
     def _fail(self, job: Job, error: dict[str, str | None]) -> None:
         self._ledger.jobs.change(job.id, JobState.FAILED, f"The job failed: {error['message']}", error=error)
         log.warning("fine_tuning_job_failed", job=job.id, code=error["code"])
-
-
-_BUG = "an internal error while the files were checked; it has been logged"

@@ -145,13 +145,8 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
 
         def end() -> int:
             job = jobs.of_model(name, caller.tenant)
-            if job is None:
-                raise RequestRefused(
-                    "only a model of a fine-tuning job of this key's tenant can be deleted",
-                    status=404,
-                    code="model_not_found",
-                    param="model",
-                )
+            if job is None or job.policy not in jobs.models():
+                raise no_model("only those of fine-tuning jobs of this key's tenant can be deleted, once")
             if name != job.name:
                 reason = f"a checkpoint goes with its model: delete {job.name}"
                 raise RequestRefused(reason, code="checkpoint_not_deleted", param="model")
@@ -159,8 +154,6 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
                 raise RequestRefused(
                     f"the fine-tuning job {job.id} is {job.state}: cancel it first", status=409, code="job_not_over"
                 )
-            if job.policy not in jobs.models():
-                raise no_model("it was deleted")
             ledger.policies.delete(job.policy, by=_actor(caller))
             return job.policy
 

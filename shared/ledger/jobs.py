@@ -165,11 +165,6 @@ class Jobs(LedgerPart):
         found = dict(self._read(select(jobs.c.state, func.count()).group_by(jobs.c.state)))
         return {state: found.get(state, 0) for state in JobState}
 
-    def count_open(self, tenant: str) -> int:
-        """How many of a tenant's jobs are not over."""
-        those = jobs.c.tenant == tenant, jobs.c.state.in_(OPEN)
-        return int(self._read(select(func.count()).select_from(jobs).where(*those))[0][0])
-
     def of_model(self, name: str, tenant: str) -> Job | None:
         """The job of a tenant that a model's name, or that of a checkpoint, is of; None if there is none."""
         job_name = name.partition(CHECKPOINT)[0]

@@ -80,7 +80,7 @@ def create_job(settings: Settings, ledger: Ledger, body: Mapping[str, Any], *, t
         raise RequestRefused(f"seed must be from 0 to {MAX_SEED}", code="invalid_value", param="seed")
     method, asked = _method_of(body)
     lines = [_lines_of(settings, ledger, body.get(field), tenant, field) for field in _FILES]
-    if ledger.jobs.count_open(tenant) >= MOST_OPEN:
+    if sum(each.tenant == tenant for each in ledger.jobs.open()) >= MOST_OPEN:
         reason = f"{MOST_OPEN} jobs are not over: wait for one, or cancel one"
         raise RequestRefused(reason, status=429, code="too_many_jobs")
     parent, of_parent = _parent_of(settings, ledger, body["model"], tenant)

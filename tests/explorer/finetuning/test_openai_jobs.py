@@ -255,14 +255,6 @@ def test_a_deleted_model_answers_nobody_and_its_job_is_still_listed(
     assert explorer.ledger.reports.counts()[State.TRAINED] == trained, "rows stay"
 
 
-def test_a_job_of_a_deleted_policy_is_cancelled(explorer: RunningExplorer, client: OpenAI) -> None:
-    job = queued(explorer, client)
-    explorer.ledger.policies.delete(explorer.ledger.jobs.get(job).policy, by="ops")
-    assert client.fine_tuning.jobs.retrieve(job).status == "cancelled"
-    [event, *_] = client.fine_tuning.jobs.list_events(job)
-    assert "deleted by ops" in event.message
-
-
 def test_a_tenant_sees_and_asks_nothing_of_anothers(explorer: RunningExplorer, trainer: TrainerDouble) -> None:
     acme, umbra = client_of(explorer, "acme"), client_of(explorer, "umbra")
     job = queued(explorer, acme, training_file=put(explorer, tenant="acme"))
@@ -339,7 +331,13 @@ def test_a_version_that_engines_refuse_is_not_served_under_a_jobs_name(
     eventually(lambda: refusal(lambda: ask(client, job.name))[0] == 404)
 
 
-def test_the_gauge_counts_jobs(explorer: RunningExplorer, client: OpenAI) -> None:
-    queued(explorer, client)
+def test_the_gauge_counts_jobs_and_the_page_has_a_line_each(
+    explorer: RunningExplorer, client: OpenAI, trainer: TrainerDouble
+) -> None:
+    job = queued(explorer, client)
     eventually(lambda: 'tuneloop_fine_tuning_jobs{state="queued"} 1.0' in explorer.http.get("/metrics").text)
     assert 'tuneloop_fine_tuning_jobs{state="running"} 0.0' in explorer.http.get("/metrics").text
+    trainer.train(job)
+    page = " ".join(explorer.http.get("/ui/policies").text.split())
+    assert f"ft:{MODEL}::{job.removeprefix('ftjob-')}</td><td>supervised</td><td>succeeded</td>" in page
+    assert '2 of 2</td><td class="num">0.5' in page

@@ -327,6 +327,25 @@ def recompute(learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list
     return [row_R[: len(each.completion_ids)].numpy() for each, row_R in zip(samples, all_BR, strict=True)]
 
 
+@torch.no_grad()
+def held_out_loss(learner: Learner, samples: Sequence[Sample]) -> tuple[float, int]:
+    """The method's loss over these samples, of which nothing is learnt, and how many tokens or pairs it is the mean of.
+
+    On this rank, of a method without a critic.
+    """
+    sequences = assemble(samples, merge=not learner._asks.by_reply)
+    batch, baselines = _collate(sequences, tempered=learner._asks.tempered), learner.baselines
+    targets, _ = learner._targets(sequences, batch)
+    learner.baselines, loss = baselines, 0.0
+    for index_B, _ in learner._micro_batches(batch, targets.units_B, ALONE):
+        learner.before_pass()
+        part = batch.rows(index_B)
+        goals = targets.rows(index_B, hand_over(part.mask_BR, learner._device))
+        said = learner.actor.score(part)
+        loss += float(learner._page.actor_loss(learner._algorithm, goals, *said, targets.totals).value)
+    return loss, targets.totals.units if learner._asks.pairs else targets.totals.tokens
+
+
 def _collate(sequences: Sequence[TokenSequence], *, tempered: bool) -> Batch:
     batch = collate(sequences)
     return batch if tempered else replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))

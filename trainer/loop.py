@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import cached_property
 
 import msgspec
 import structlog
@@ -42,6 +43,7 @@ from tuneloop.shared.telemetry.trackers import check_tracker
 from tuneloop.trainer.batches.selection import find_missing_library
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.evaluation.gate import is_evaluated_here
+from tuneloop.trainer.file_jobs import FileJobs
 from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.micro_batch import fit_to_memory
@@ -188,6 +190,10 @@ class TrainingLoop:
     def _now(self) -> PolicyTraining:
         return self._policies.now
 
+    @cached_property
+    def _file_jobs(self) -> FileJobs:
+        return FileJobs(self._settings, self._ledger, self._policies.settings_of, self._epoch)
+
     def _is_complete(self) -> bool:
         """Whether all policies but those that are paused have made their steps, and all are in versions."""
         now = self._now
@@ -217,6 +223,8 @@ class TrainingLoop:
                 self._settle()
         others = [each for each in ready if each.policy.id != now.policy.id]
         if now.is_stopped:
+            if now.job is not None:
+                self._file_jobs.fail_stopped(now)
             return None if self._go_over(others) else self._pause()
         if now.steps.are_due(now.learner):  # Another was not done, or it did not fit.
             return self._publish()
@@ -227,10 +235,15 @@ class TrainingLoop:
         enough = not self._policies.may_learn(now.policy) or now.steps.wait_for_room
         batch = None if enough else now.rows.next_batch(now.learner, version=now.steps.exact_version)
         if batch is not None:
-            if now.learn(batch) and now.steps.are_due(now.learner):
-                self._publish()
-        elif now.steps.count and not begun and (others or now.policy.state is not PolicyState.ACTIVE):
-            self._publish()  # Fewer steps than a version has otherwise: another policy waits.
+            if now.job is not None:
+                self._file_jobs.note_start(now)
+            if now.learn(batch):
+                if now.job is not None:
+                    self._file_jobs.note_step(now)
+                if now.steps.are_due(now.learner):
+                    self._publish()
+        elif now.steps.count and not begun and (others or now.job or now.policy.state is not PolicyState.ACTIVE):
+            self._publish()  # Fewer steps than a version has otherwise: another policy waits, or an epoch is over.
         else:
             self._idle()
 
@@ -240,6 +253,8 @@ class TrainingLoop:
         A policy that trains and was deleted is left.
         """
         found = self._ledger.training.waiting(self._policies.largest_batch)
+        if any(each.job for each in found) and self._file_jobs.feed(found):
+            found = self._ledger.training.waiting(self._policies.largest_batch)
         there = {each.policy.id: each.policy for each in found}
         for gone in [each for each in self._policies.all() if each.policy.id not in there]:
             self._policies.forget(gone)
@@ -346,6 +361,8 @@ class TrainingLoop:
             self._pause()
             return
         self._order.note(now.policy.id)
+        if now.job is not None:
+            self._file_jobs.note_version(now)
         if not now.steps.count:
             now.gate.evaluate(now.learner, now.steps.parent)
 

@@ -17,7 +17,7 @@ import structlog
 from transformers import PreTrainedModel
 
 from tuneloop.shared.capacity.memory import POLICIES_IN_MEMORY
-from tuneloop.shared.checkpoints import CheckpointStore
+from tuneloop.shared.checkpoints import ACTOR, CheckpointStore
 from tuneloop.shared.errors import (
     EnvironmentRefused,
     LeaseLost,
@@ -33,6 +33,7 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.experience import PolicyState, Sample
 from tuneloop.shared.job_marks import committed_stamp
+from tuneloop.shared.ledger.jobs import Job
 from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger, Version
 from tuneloop.shared.ledger.policies import DEFAULT, Policy
 from tuneloop.shared.ledger.training.training import WaitingRows
@@ -258,9 +259,14 @@ class PolicyTraining:
     learner: Learner
     curves: CurveWriter
 
-    def __init__(self, policy: Policy, settings: Settings, parts: SharedParts) -> None:
-        """`settings` are the policy's. Raises EnvironmentRefused for what they name and cannot be used."""
-        self.policy, self.settings, self._parts = policy, settings, parts
+    def __init__(self, policy: Policy, settings: Settings, parts: SharedParts, job: Job | None = None) -> None:
+        """`settings` are the policy's, `job` is what has its rows taken from a file.
+
+        Raises EnvironmentRefused for what they name and cannot be used.
+        """
+        self.policy, self.settings, self._parts, self.job = policy, settings, parts, job
+        #: What the last step said.
+        self.learnt: Metrics = {}
         number, epoch = policy.id, parts.epoch
         self.ledger = ledger = parts.ledger.of_policy(number)
         self.monitors = Monitors(settings, ledger, number)
@@ -276,7 +282,7 @@ class PolicyTraining:
             parts.spans,
             epoch=epoch,
             policy=number,
-            in_foreground=self.gate.wanted,
+            in_foreground=self.gate.wanted or job is not None,
         )
         self.teacher = TeacherRetries(settings, ledger.alarms, parts.stop)
         self._room = KeptRoom(chunk=_CHUNK)
@@ -294,6 +300,8 @@ class PolicyTraining:
                 begins=newest.begins,
                 network=network,
             )
+            if self.job is not None and self.learner.reference is not None:
+                self._refer_to_parent()
             self.learner.teacher = self.teacher.teacher
             self.learner.micro_batch_tokens = self.micro_batch.tokens
             self._parts.publisher.prepare(self.learner)
@@ -301,7 +309,8 @@ class PolicyTraining:
         self.steps.restart(newest.version)
         run = "-".join(filter(None, (RUN, self.policy.tenant, self.policy.name))) if self.policy.id else RUN
         self.curves = open_curves(self._parts.settings, run, after=self.learner.steps)
-        self.curves.add(self.learner.steps, self.monitors.begin(self.learner))
+        if self.job is None:
+            self.curves.add(self.learner.steps, self.monitors.begin(self.learner))
         self._waiting_since = time.perf_counter()
         # By turns the GPU is the engine's while rows are awaited.
         self.is_cold = self.learner.actor.is_compiled and self.settings.cluster.gpu_turn is None
@@ -310,6 +319,15 @@ class PolicyTraining:
         named = {"policy": self.policy.name} if self.policy.id else {}
         version, step = self.steps.parent, self.learner.steps
         _log.info("trainer_ready", version=version, step=step, epoch=self._parts.epoch, **named)
+
+    def _refer_to_parent(self) -> None:
+        """Let what a job begins with, and not the base model, hold its policy back."""
+        parent = self._parts.ledger.versions.get(self.policy.parent)
+        if parent is not None and not parent.is_base:
+            require_weights(parent, self._parts.store)
+            reference = snapshot.actor_in(self.settings, parent.path / ACTOR, network=self.learner.actor.base())
+            reference.network.requires_grad_(requires_grad=False)
+            self.learner.reference = reference
 
     def leave(self) -> None:
         """Let another policy train; of this one no step is unpublished."""
@@ -354,7 +372,9 @@ class PolicyTraining:
         size = buffer.group_size if buffer.group_by == "task" else 0
         learnt |= of_samples(batch, version=self.steps.parent, group_size=size) | {"time/batch_wait": waited}
         learnt |= self.recomputation.take_figures()
-        learnt |= self.monitors.after_step(self.learner, learnt, version=self.steps.parent, replies=batch)
+        if self.job is None:  # A job is to move away from what was before.
+            learnt |= self.monitors.after_step(self.learner, learnt, version=self.steps.parent, replies=batch)
+        self.learnt = learnt
         self._waiting_since = time.perf_counter()
         self.curves.add(self.learner.steps, learnt)
         step, version = self.learner.steps, self.steps.parent
@@ -507,7 +527,9 @@ class PoliciesInMemory:
             raise PolicyRefused("trainer.workers: one worker trains several policies, and there are more")
         if policy.id != DEFAULT and not (self._settings.model.lora.rank and chosen.model.lora.rank):
             raise PolicyRefused("model.lora.rank: is 0, and an engine holds one set of weights, but several adapters")
-        opened = PolicyTraining(policy, chosen, self._parts)
+        job = None if policy.id == DEFAULT else self._ledger.file_rows.of_policy(policy.id)
+        of_file = job if job is not None and job.method != "reinforcement" else None
+        opened = PolicyTraining(policy, chosen, self._parts, of_file)
         newest = opened.ledger.versions.newest()
         state = _state_of(newest, opened.ledger, self._parts.store)
         opened.resume(newest, state, self._base)
@@ -528,6 +550,10 @@ class PoliciesInMemory:
         if policy.state is PolicyState.ACTIVE:
             reason = f"the policy {policy.name} is paused, for it cannot be trained: {error}"
             self._ledger.policies.pause(policy.id)
+            if (job := self._ledger.file_rows.of_policy(policy.id)) is not None:
+                self._ledger.file_rows.fail(self._parts.epoch, job, str(error), code="policy_refused")
+                _log.error("job_failed", job=job.id, reason=str(error))
+                return
             self._ledger.alarms.raise_alarm(Alarm(Code.POLICY_REFUSED, reason, policy=policy.id))
             _log.error("policy_refused", policy=policy.name, reason=str(error))
 

@@ -35,6 +35,7 @@ from tuneloop.shared.ledger.reports import Reports, VersionReward
 from tuneloop.shared.ledger.storage.clock import LedgerClock
 from tuneloop.shared.ledger.storage.database import Transactions, connect, ignoring
 from tuneloop.shared.ledger.storage.schema import experiment
+from tuneloop.shared.ledger.training.file_rows import FileRows
 from tuneloop.shared.ledger.training.groups import BatchRules, Runs
 from tuneloop.shared.ledger.training.restoration import Restoration
 from tuneloop.shared.ledger.training.training import Training
@@ -72,6 +73,7 @@ class Ledger:
         self.rewards = Rewards(rule, trusted_raters=trusted_raters, compensate_late=compensate_late, clock=clock)
         self.recording = Recording(self.transactions, self.rewards, any_reply=any_reply, ticks=ticks)
         self.training = Training(self.transactions, self.rewards)
+        self.file_rows = FileRows(self.transactions)
         self.restoration = Restoration(self.transactions, self.rewards)
         self.retention = Retention(self.transactions, self.rewards)
         self.stored = StoredCompletions(self.transactions, self.rewards)

@@ -237,10 +237,15 @@ def _change_job(
 
 
 def drop_waiting(connection: Connection) -> None:
-    """Drop what waits for a batch of a policy that was deleted: a trainer had it then, or it came later."""
+    """Drop what waits for a batch of a policy that was deleted, or of a job that was ended before it was done.
+
+    A trainer had it then, or it came later.
+    """
     gone = select(policies.c.id).where(policies.c.state == PolicyState.DELETED)
-    late = update(experiences).where(text(COMMITTED), experiences.c.policy.in_(gone))
-    connection.execute(late.values(state=State.DROPPED, reason="its policy was deleted", group_id=None))
+    ended = select(jobs.c.policy).where(jobs.c.state.in_((JobState.CANCELLED, JobState.FAILED)))
+    for which, reason in ((gone, "its policy was deleted"), (ended, "its job was ended")):
+        late = update(experiences).where(text(COMMITTED), experiences.c.policy.in_(which))
+        connection.execute(late.values(state=State.DROPPED, reason=reason, group_id=None))
 
 
 def _copy(connection: Connection, version: int, policy: int, state: VersionState, decision: Decision) -> int:

@@ -9,7 +9,7 @@ from tuneloop.shared.ledger.export import NO_ANSWER
 from tuneloop.shared.ledger.facts import Facts, Rules
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import EventFate, Fate
-from tuneloop.shared.ledger.recording.rewards import OF_ITS_RESULT
+from tuneloop.shared.ledger.recording.rewards import OF_A_FILE, OF_ITS_RESULT
 from tuneloop.shared.operations.diagnosis import Code, Reason, diagnose, moment, number
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.policies import settings_of_policy
@@ -298,6 +298,8 @@ def _explain_reward(row: RowHistory) -> Iterator[str]:
         yield f"edited at {at}, and not rated: it has no reward"
     elif row.rule == OF_ITS_RESULT:
         yield f"reward {row.reward:g}: that of the last call of its run"
+    elif row.rule == OF_A_FILE:
+        yield f"reward {row.reward:g}: a file says that it is to be learnt"
     elif not row.feedback.parts:
         yield f"reward {row.reward:g}: reward.default, for it had no feedback that counts until {at}"
     else:

@@ -83,7 +83,7 @@ def edited_answer_ids(sample: Sample, answer: str, settings: Settings) -> list[i
     try:
         parts = _parts_of(answer, _marks_of(words))
         turn = _turn(sample, parts, words, ends)
-    except _Unwritable as reason:
+    except Unwritable as reason:
         return str(reason)
     text = turn.lead + parts.text + turn.rest
     try:
@@ -96,7 +96,7 @@ def edited_answer_ids(sample: Sample, answer: str, settings: Settings) -> list[i
     return [*words.encode(text, add_special_tokens=False), end]
 
 
-class _Unwritable(Exception):
+class Unwritable(Exception):
     """The answer cannot be written as tokens."""
 
 
@@ -113,14 +113,14 @@ def _parts_of(answer: str, marks: _Marks) -> _Answer:
     message = message_of(answer) or {"content": answer}
     text, calls = message.get("content") or "", message.get("tool_calls") or []
     if not isinstance(text, str):
-        raise _Unwritable("the edited answer is more than text")
+        raise Unwritable("the edited answer is more than text")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if marks.closes in text:  # as the reply has it where the engine does not part the two
         before, _, text = text.rpartition(marks.closes)
         reasoning, text = before.rpartition(marks.opens)[2], text.lstrip("\n")
     if not text and not calls:
-        raise _Unwritable(_NO_PLACE)
-    return _Answer(text, str(reasoning).strip("\n"), _with_parsed_arguments(calls))
+        raise Unwritable(_NO_PLACE)
+    return _Answer(text, str(reasoning).strip("\n"), with_parsed_arguments(calls))
 
 
 def _turn(sample: Sample, answer: _Answer, words: PreTrainedTokenizerBase, ends: Sequence[int]) -> _Turn:
@@ -137,7 +137,7 @@ def _turn(sample: Sample, answer: _Answer, words: PreTrainedTokenizerBase, ends:
     else:  # a prompt that no chat template wrote, or that ends in the middle of a reply
         turn = None if thinks and not openings else _Turn("", "", None)
     if turn is None or (answer.calls and turn.end is None):
-        raise _Unwritable(_UNKNOWN_PLACE if thinks else _NO_PLACE)
+        raise Unwritable(_UNKNOWN_PLACE if thinks else _NO_PLACE)
     if marks.closes in turn.lead + turn.rest:
         return turn
     if opening is None and marks.is_open(tail):
@@ -240,8 +240,8 @@ def _text_of(ids: Any, words: PreTrainedTokenizerBase) -> str:
     return cast(str, words.decode([int(each) for each in ids if each != REDACTED], skip_special_tokens=False))
 
 
-def _with_parsed_arguments(calls: Any) -> list[dict[str, Any]]:
-    """OpenAI's clients send a call's arguments as JSON in a string; templates want the object."""
+def with_parsed_arguments(calls: Any) -> list[dict[str, Any]]:
+    """OpenAI's clients send a call's arguments as JSON in a string; templates want the object. Raises Unwritable."""
     parsed = []
     try:
         for call in calls:
@@ -250,5 +250,5 @@ def _with_parsed_arguments(calls: Any) -> list[dict[str, Any]]:
                 function["arguments"] = json.loads(function["arguments"] or "{}")
             parsed.append({"id": _CALL_ID, **call, "function": function})
     except (AttributeError, TypeError, ValueError, RecursionError):
-        raise _Unwritable(_NO_PLACE) from None
+        raise Unwritable(_NO_PLACE) from None
     return parsed

@@ -237,7 +237,7 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
         return list(samples), {}
     taken: list[Sample] = []
     refused: Refused = defaultdict(list)
-    longest = settings.model.max_model_len or _longest_of(settings.model.model_path)
+    longest = settings.model.max_model_len or longest_of(settings.model.model_path)
     for sample in samples:
         if sample.demonstration is None:
             taken.append(sample)
@@ -289,7 +289,7 @@ def imitable(samples: Sequence[Sample], algorithm: AlgorithmSettings) -> tuple[l
 
 
 @cache
-def _longest_of(folder: Path) -> float:
+def longest_of(folder: Path) -> float:
     """The most tokens of prompt and reply together, infinite where nothing says it."""
     file = folder / "config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}

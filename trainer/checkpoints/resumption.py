@@ -106,6 +106,7 @@ def prune_by_settings(settings: Settings, store: CheckpointStore, ledger: Ledger
         keep_interval=keeps.keep_interval,
         writing=writing,
         still_sampled=None if all_captured else ledger.training.versions_waiting,
+        keep_all=ledger.training.policies_of_jobs(),
     )
 
 
@@ -117,12 +118,13 @@ def prune(
     keep_interval: int | None = None,
     writing: int = 0,
     still_sampled: Callable[[Collection[int]], list[int]] | None = None,
+    keep_all: Collection[int] = (),
 ) -> None:
     """Delete checkpoints but the last `keep` of each policy, and never one that is served, may be, or is resumed from.
 
     Of a policy that was deleted none stays, but those that others begin with. `keep` 0 means all of them. Those of
     every `keep_interval`-th step stay, too, and what a rollback would go back to, if there is such a version, and what
-    would be resumed from after a rollback or a rejection, and the newest _WAITED_FOR of those that `still_sampled` says
+    would be resumed from after a rollback or a rejection, and all of the policies `keep_all`, and the newest _WAITED_FOR of those that `still_sampled` says
     replies wait of, which may have to be recomputed. All keep their weights alone but the one that is resumed from, and
     the newest before it that has critic and optimiser, while it has none, and `writing`. A disk that refuses is no
     reason to stop training.
@@ -132,7 +134,8 @@ def prune(
         numbers = [each.version for each in seen.versions]
         newest = max(newest, numbers[-1])
         milestones = {each.version for each in seen.versions if keep_interval and each.step % keep_interval == 0}
-        kept = {*_must_stay(seen), *(numbers[-keep:] if keep else numbers), *milestones}
+        are_all = not keep or seen.versions[-1].policy in keep_all
+        kept = {*_must_stay(seen), *(numbers if are_all else numbers[-keep:]), *milestones}
         if still_sampled is not None:
             others = [each.version for each in seen.versions if each.version not in kept and each.path.exists()]
             kept |= set(sorted(still_sampled(others))[-_WAITED_FOR:])

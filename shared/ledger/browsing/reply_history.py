@@ -6,7 +6,7 @@ from sqlalchemy import func, select, true
 
 from tuneloop.shared.experience import Outcome, State, VersionState
 from tuneloop.shared.ledger.recording.reward_rule import rule_of
-from tuneloop.shared.ledger.recording.rewards import OF_ITS_RESULT, FeedbackHistory, Rewards, read_history
+from tuneloop.shared.ledger.recording.rewards import OF_NO_FEEDBACK, FeedbackHistory, Rewards, read_history
 from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions
 from tuneloop.shared.ledger.storage.schema import (
     deletions,
@@ -100,7 +100,7 @@ class ReplyHistories(LedgerPart):
             if found is None:
                 return None
             rows = connection.execute(of_rows.order_by(experiences.c.choice, experiences.c.correction)).all()
-            own = {row.id: row.definition for row in rows if row.definition not in (None, OF_ITS_RESULT)}
+            own = {row.id: row.definition for row in rows if row.definition not in {None, *OF_NO_FEEDBACK}}
             rules = {id_: rule_of(definition) for id_, definition in own.items()}
             said = read_history(
                 connection, msg_id, lambda id_: rules.get(id_, self._rewards.rule), self._rewards.trusted_raters

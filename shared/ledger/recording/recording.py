@@ -22,6 +22,7 @@ from sqlalchemy import (
     exists,
     func,
     literal_column,
+    not_,
     or_,
     select,
     union,
@@ -53,6 +54,7 @@ from tuneloop.shared.ledger.recording.feedback import (
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
 from tuneloop.shared.ledger.recording.reward_rule import CUT_OFF, OF_RUNS, RETRIED, RUN
 from tuneloop.shared.ledger.recording.rewards import (
+    OF_A_FILE,
     TRAJECTORY,
     Rewards,
     Trajectory,
@@ -86,6 +88,7 @@ from tuneloop.shared.ledger.storage.schema import (
     outbox_files,
     raters,
     refused_records,
+    reward_rules,
 )
 
 #: Seconds without a heartbeat after which a trainer's leases end. A newer trainer ends them at once.
@@ -396,7 +399,9 @@ class Recording(LedgerPart):
         """
         replies = changed = 0
         last = ""
-        open_ = experiences.c.state.not_in((State.LEASED, State.TRAINED))
+        of_files = select(reward_rules.c.id).where(reward_rules.c.definition == OF_A_FILE)
+        is_of_file = experiences.c.reward_rule.in_(of_files) & experiences.c.reward_rule.is_not(None)
+        open_ = and_(experiences.c.state.not_in((State.LEASED, State.TRAINED)), not_(is_of_file))
         query = select(experiences.c.msg_id).distinct().where(open_).order_by(experiences.c.msg_id).limit(_PAGE)
         while page := [row.msg_id for row in self._read(query.where(experiences.c.msg_id > last))]:
             with self._write() as connection:

@@ -565,6 +565,12 @@ class Rewards:
 #: The rule of a call without feedback of its own: it has the reward of its run's last one.
 OF_ITS_RESULT = '{"of":"the last call of its run"}'
 
+#: The rule of a row of a file: the file says what is learnt.
+OF_A_FILE = '{"of":"a line of a file"}'
+
+#: These are no rules of feedback.
+OF_NO_FEEDBACK = frozenset({OF_ITS_RESULT, OF_A_FILE})
+
 _RULE_OF = select(reward_rules.c.id).where(reward_rules.c.definition == bindparam("its_definition"))
 
 
@@ -580,7 +586,7 @@ def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
 def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tuple[RewardRule, list[str]]]:
     """The rewarded ones of the replies by the rule that made their rewards.
 
-    Those that have the reward of their run's result come under the newest rule: they have feedback since.
+    Those that were rewarded without feedback come under the newest rule: they have some since.
     """
     by_rule: defaultdict[int, list[str]] = defaultdict(list)
     for portion in portions(msg_ids):
@@ -591,10 +597,11 @@ def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tupl
     if not by_rule:
         return {}
     definitions = {row.id: row.definition for row in connection.execute(select(reward_rules))}
-    newest = max((number for number, definition in definitions.items() if definition != OF_ITS_RESULT), default=None)
+    of_feedback = (number for number, definition in definitions.items() if definition not in OF_NO_FEEDBACK)
+    newest = max(of_feedback, default=None)
     found: dict[int, tuple[RewardRule, list[str]]] = {}
     for number, replies in by_rule.items():
-        chosen = newest if definitions[number] == OF_ITS_RESULT else number
+        chosen = newest if definitions[number] in OF_NO_FEEDBACK else number
         if chosen is not None:
             found.setdefault(chosen, (rule_of(definitions[chosen]), []))[1].extend(replies)
     return found

@@ -19,6 +19,7 @@ from tuneloop.shared.ledger.storage.database import (
     alone,
     portions,
 )
+from tuneloop.shared.ledger.storage.job_schema import jobs
 from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, experiences, versions
 from tuneloop.shared.ledger.training.batches import Backlog, claim, demonstrations, expire, trim
 from tuneloop.shared.ledger.training.groups import BatchRules
@@ -27,11 +28,15 @@ from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, next_nu
 
 
 class WaitingRows(NamedTuple):
-    """How many committed rows of a policy wait for a batch, as far as they were counted, and the oldest's seconds."""
+    """How many committed rows of a policy wait for a batch, as far as they were counted, and the oldest's seconds.
+
+    `job`: the job that has its rows taken from a file, if it is queued or running.
+    """
 
     policy: Policy
     rows: int
     seconds: float
+    job: str | None = None
 
     def fill(self, size: int, timeout: float | None) -> bool:
         """Whether a batch of so many may be made of them."""
@@ -45,7 +50,9 @@ _WAITING_ROWS = f"""
             SELECT 1 FROM experiences {{hint}} WHERE {COMMITTED} AND policy = policies.id LIMIT :most
         ) AS counted) AS counted,
         (SELECT committed_at FROM experiences {{hint}} WHERE {COMMITTED} AND policy = policies.id
-            ORDER BY committed_at LIMIT 1) AS since
+            ORDER BY committed_at LIMIT 1) AS since,
+        (SELECT id FROM jobs WHERE policy = policies.id AND state IN ('queued', 'running')
+            AND method <> 'reinforcement') AS job
     FROM policies WHERE state <> 'deleted' ORDER BY id
 """
 
@@ -80,7 +87,9 @@ class Training(LedgerPart):
         now = self._clock()
         hint = "INDEXED BY ix_experiences_waiting" if self._engine.dialect.name == "sqlite" else ""
         rows = self._read(text(_WAITING_ROWS.format(hint=hint)).bindparams(most=most))
-        return [WaitingRows(policy_of(row), row.counted, now - row.since if row.counted else 0.0) for row in rows]
+        return [
+            WaitingRows(policy_of(row), row.counted, now - row.since if row.counted else 0.0, row.job) for row in rows
+        ]
 
     @again_after_deadlock
     def lease(self, epoch: int, size: int, rules: BatchRules, *, held: Collection[int] = ()) -> list[Sample]:
@@ -91,8 +100,8 @@ class Training(LedgerPart):
         """
         now = self._clock()
         with self._write() as connection:
-            _fence(connection, epoch)
-            expire(connection, rules, newest=_newest_version(connection, rules.policy))
+            fence(connection, epoch)
+            expire(connection, rules, newest=newest_version(connection, rules.policy))
             ids = claim(connection, rules, size, held, now=now)
             leased = {"state": State.LEASED, "lease_epoch": epoch, "lease_until": now + LEASE_S}
             rows: list[Any] = []
@@ -112,7 +121,7 @@ class Training(LedgerPart):
         crash, which may then make other steps than those that were lost.
         """
         with self._write() as connection:
-            _fence(connection, epoch)
+            fence(connection, epoch)
             return trim(connection, rules)
 
     @again_after_deadlock
@@ -123,7 +132,7 @@ class Training(LedgerPart):
         """
         now = self._clock()
         with self._write() as connection:
-            _fence(connection, epoch)
+            fence(connection, epoch)
             connection.execute(update(epochs).where(epochs.c.epoch == epoch).values(seen_at=now))
             # Not each time: it writes every row anew.
             half_over = and_(
@@ -152,11 +161,15 @@ class Training(LedgerPart):
         """Take leased experiences out of training for good. What was corrected meanwhile takes its reward now."""
         dropped = {"state": State.DROPPED, "reason": reason, "lease_epoch": None, "lease_until": None}
         with self._write() as connection:
-            _fence(connection, epoch)
+            fence(connection, epoch)
             lock_rows(connection, ids)
             for portion in portions(ids):
                 connection.execute(update(experiences).where(_leased_rows(epoch, portion)).values(dropped))
             self._rewards.compute_corrected(connection, _replies(connection, ids))
+
+    def policies_of_jobs(self) -> set[int]:
+        """The policies that a fine-tuning job trains, or has trained."""
+        return {row.policy for row in self._read(select(jobs.c.policy))}
 
     def versions_waiting(self, among: Collection[int]) -> list[int]:
         """Those of the versions that have sampled replies which may still be trained on."""
@@ -212,9 +225,9 @@ class Training(LedgerPart):
 
 def _number_of_next(connection: Connection, epoch: int, ids: Collection[int], parent: int | None, policy: int) -> int:
     """The number of the next version, made of these rows. Raises what `register` does."""
-    _fence(connection, epoch)
+    fence(connection, epoch)
     alone(connection, "promote")  # What it descends from is not rolled back meanwhile.
-    if parent is not None and (newest := _newest_version(connection, policy)) != parent:
+    if parent is not None and (newest := newest_version(connection, policy)) != parent:
         raise ParentEnded(f"version {parent} was trained on, training goes on from version {newest}")
     require_there(connection, policy)
     version = next_number(connection)
@@ -243,12 +256,14 @@ def _current_epoch(connection: Connection) -> int:
     return connection.execute(select(func.max(epochs.c.epoch))).scalar() or 0
 
 
-def _fence(connection: Connection, epoch: int) -> None:
+def fence(connection: Connection, epoch: int) -> None:
+    """Raise StaleEpoch if another epoch has taken over."""
     current = _current_epoch(connection)
     if current != epoch:
         raise StaleEpoch(f"this trainer holds epoch {epoch}, but epoch {current} has taken over")
 
 
-def _newest_version(connection: Connection, policy: int) -> int:
+def newest_version(connection: Connection, policy: int) -> int:
+    """The version of a policy that training goes on from."""
     newest = select(func.max(versions.c.version)).where(versions.c.policy == policy, versions.c.state.in_(SERVABLE))
     return connection.execute(newest).scalar() or 0

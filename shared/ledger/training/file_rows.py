@@ -1,0 +1,141 @@
+"""The trainer's verbs for fine-tuning jobs: lines of files become committed rows, and jobs end.
+
+How far a file was taken is written in the transaction that writes its rows, under the trainer's epoch. So whenever a
+trainer is killed, the next one goes on behind the last line that has its rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import func, select, text, update
+
+from tuneloop.shared.errors import JobRefused
+from tuneloop.shared.experience import Exchange, JobState, PolicyState, State
+from tuneloop.shared.ledger.jobs import Job, change_state, job_of, note_event
+from tuneloop.shared.ledger.recording.retention import deleted_among
+from tuneloop.shared.ledger.recording.rewards import OF_A_FILE, id_of_rule
+from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row
+from tuneloop.shared.ledger.storage.database import LedgerPart, again_after_deadlock, alone, put
+from tuneloop.shared.ledger.storage.job_schema import jobs
+from tuneloop.shared.ledger.storage.schema import COMMITTED, exchanges, experiences, policies
+from tuneloop.shared.ledger.training.training import fence, newest_version
+
+#: The endpoint of what is learnt of a line of a file.
+ENDPOINT = "file"
+
+
+class FileRow(NamedTuple):
+    """What is learnt of a line, and what each of its replies is rewarded with; two of them are a pair."""
+
+    exchange: Exchange
+    rewards: Sequence[float]
+
+
+class TakenLines(NamedTuple):
+    """How far a file was taken before and after these rows, in lines of all epochs, and what is to be told of them.
+
+    `tokens` are those of the rows.
+    """
+
+    before: int
+    after: int
+    rows: Sequence[FileRow] = ()
+    tokens: int = 0
+    warnings: Sequence[str] = ()
+
+
+class FileRows(LedgerPart):
+    """Rows of the policies of jobs."""
+
+    @again_after_deadlock
+    def take(self, epoch: int, job: Job, taken: TakenLines) -> bool:
+        """Keep the rows of some lines, committed; a job that was queued is running then.
+
+        False, and nothing is kept, if the job is not queued or running any more, or its file was taken further.
+        """
+        now = self._clock()
+        with self._write() as connection:
+            fence(connection, epoch)
+            alone(connection, "record", shared=True)  # else a deletion might not see the rows, nor they the deletion
+            there = connection.execute(select(jobs).where(jobs.c.id == job.id).with_for_update()).one()
+            if there.state not in {JobState.QUEUED, JobState.RUNNING} or there.rows_taken != taken.before:
+                return False
+            erased = deleted_among({each.exchange.msg_id for each in taken.rows}, connection.execute)
+            rows = [each for each in taken.rows if each.exchange.msg_id not in erased]
+            version, rule = newest_version(connection, job.policy), id_of_rule(connection, OF_A_FILE, now=now)
+            said = {"state": State.COMMITTED.value, "reward_rule": rule, "rewarded_at": now, "committed_at": now}
+            sampled = {"version_min": version, "version_max": version, "sampled_at": now, "policy": job.policy}
+            put(connection, exchanges, [{**exchange_row(each.exchange), "received_at": now} for each in rows])
+            put(
+                connection,
+                experiences,
+                [
+                    {**experience_row(row.exchange, choice), **sampled, **said, "reward": reward}
+                    for row in rows
+                    for choice, reward in zip(row.exchange.experiences, row.rewards, strict=True)
+                ],
+            )
+            pairs = [each.exchange.msg_id for each in rows if len(each.rewards) > 1]
+            if pairs:
+                first = experiences.alias()
+                same = select(func.min(first.c.id)).where(first.c.msg_id == experiences.c.msg_id).scalar_subquery()
+                paired = update(experiences).where(experiences.c.msg_id.in_(pairs), experiences.c.correction == 0)
+                connection.execute(paired.values(group_id=same))
+            counted = {"rows_taken": taken.after, "trained_tokens": there.trained_tokens + taken.tokens}
+            connection.execute(update(jobs).where(jobs.c.id == job.id).values(counted))
+            for each in taken.warnings:
+                note_event(connection, job.id, now, each, level="warn")
+            if there.state == JobState.QUEUED:
+                change_state(connection, job.id, JobState.RUNNING, "Fine-tuning job started", now, {})
+            return True
+
+    def count_lines(self, epoch: int, job: Job, rows_in_all: int) -> None:
+        """Write down how many lines of all epochs there are, where that was not known."""
+        with self._write() as connection:
+            fence(connection, epoch)
+            connection.execute(update(jobs).where(jobs.c.id == job.id).values(rows_in_all=rows_in_all))
+
+    def are_left(self, policy: int) -> bool:
+        """Whether rows of a policy are committed or leased: in no version yet."""
+        waits = experiences.c.policy == policy
+        counted = (
+            select(func.count()).select_from(experiences).where(waits, text(state)).scalar_subquery()
+            for state in (COMMITTED, f"state = '{State.LEASED}'")
+        )
+        return any(self._read(select(*counted))[0])
+
+    def dropped(self, policy: int) -> dict[str, int]:
+        """How many rows of a policy are out of training for good, by the reason."""
+        reasons = select(experiences.c.reason, func.count()).where(experiences.c.state == State.DROPPED)
+        found = self._read(reasons.where(experiences.c.policy == policy).group_by(experiences.c.reason))
+        return {reason: count for reason, count in found}
+
+    def of_policy(self, policy: int) -> Job | None:
+        """The job of a policy that is not over, if there is one."""
+        over = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+        rows = self._read(select(jobs).where(jobs.c.policy == policy, jobs.c.state.not_in(over)))
+        return job_of(rows[0]) if rows else None
+
+    def succeed(self, epoch: int, job: Job, message: str, **values: Any) -> None:
+        """End a job with a version. Its policy is trained no more, and answers."""
+        self._end(epoch, job, JobState.SUCCEEDED, message, values)
+
+    def fail(self, epoch: int, job: Job, reason: str, *, code: str = "training_failed") -> None:
+        """End a job that cannot go on. What waits is dropped; versions that were made stay."""
+        error = {"code": code, "message": reason, "param": "training_file" if code == "invalid_file" else None}
+        self._end(epoch, job, JobState.FAILED, f"Fine-tuning job failed: {reason}", {"error": error})
+
+    @again_after_deadlock
+    def _end(self, epoch: int, job: Job, state: JobState, message: str, values: Mapping[str, Any]) -> None:
+        with self._write() as connection:
+            fence(connection, epoch)
+            try:
+                change_state(connection, job.id, state, message, self._clock(), values)
+            except JobRefused:  # Somebody has cancelled or paused it meanwhile.
+                return
+            its = update(policies).where(policies.c.id == job.policy, policies.c.state == PolicyState.ACTIVE)
+            connection.execute(its.values(state=PolicyState.PAUSED))
+            waiting = update(experiences).where(experiences.c.policy == job.policy, text(COMMITTED))
+            if state is JobState.FAILED:
+                dropped = {"state": State.DROPPED, "reason": "its job failed", "group_id": None}
+                connection.execute(waiting.values(dropped))

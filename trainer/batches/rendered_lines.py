@@ -1,0 +1,136 @@
+"""Lines of a file as what is learnt of them: token ids by the model's own chat template.
+
+Of each message of the assistant that is learnt, the prompt is what the template writes of the messages before it, as an
+engine would be asked, and the reply what the template writes for it, up to the token that ends its turn.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from jinja2 import TemplateError
+
+from tuneloop.shared.experience import Experience, Sample, pack_ids, pack_logprobs
+from tuneloop.shared.finetuning.lines import FileLine
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.edited_answers import Unwritable, edited_answer_ids, with_parsed_arguments
+from tuneloop.trainer.batches.selection import longest_of
+from tuneloop.trainer.batches.tokenizer import tokenizer_of
+
+#: What a row says of log-probabilities that nobody sampled.
+UNSAMPLED = "of a file"
+
+
+class LearntAnswer(NamedTuple):
+    """Answers to one prompt: one, or a preferred and a rejected one; each with its reward."""
+
+    messages: Sequence[Mapping[str, Any]]
+    answers: Sequence[Mapping[str, Any]]
+    rewards: Sequence[float]
+
+
+class LineLeftOut(Exception):
+    """Nothing can be learnt of the line; the message says why."""
+
+
+def learnt_of(line: FileLine) -> Iterator[LearntAnswer]:
+    """What is learnt of a line: of a conversation, each message of the assistant that has not the weight 0."""
+    if line.preferred is not None and line.rejected is not None:
+        yield LearntAnswer(line.messages, (line.preferred, line.rejected), (1.0, 0.0))
+        return
+    for at, message in enumerate(line.messages):
+        if message.get("role") == "assistant" and message.get("weight") != 0:
+            yield LearntAnswer(line.messages[:at], (message,), (1.0,))
+
+
+def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: Settings) -> list[Experience]:
+    """The answers with their token ids. Raises LineLeftOut for what the template cannot write, or the model not read."""
+    words = tokenizer_of(settings)
+    longest = settings.model.max_model_len or longest_of(settings.model.model_path)
+    if words.chat_template is None:
+        raise LineLeftOut("the model has no chat template")
+    try:
+        written = words.apply_chat_template(
+            [_plain(each) for each in learnt.messages],
+            tools=list[Any](tools) if tools else None,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        prompt = words.encode(str(written), add_special_tokens=False)
+    except (TemplateError, Unwritable, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise LineLeftOut(f"the chat template does not write it: {error}") from None
+    found = []
+    for choice, message in enumerate(learnt.answers):
+        try:
+            plain = _plain(message)
+        except Unwritable as error:
+            raise LineLeftOut(str(error)) from None
+        ids = edited_answer_ids(asked(prompt), json.dumps(plain | {"role": "assistant"}), settings)
+        if isinstance(ids, str):
+            raise LineLeftOut(ids.replace("the edited answer", "the answer"))
+        if not prompt:
+            raise LineLeftOut("the prompt has no tokens")
+        if len(prompt) + len(ids) > longest:
+            raise LineLeftOut(f"too long: {len(prompt) + len(ids)} tokens, and the model takes {longest:.0f}")
+        calls = message.get("tool_calls")
+        found.append(
+            Experience(
+                choice=choice,
+                prompt_ids=pack_ids(prompt),
+                completion_ids=pack_ids(ids),
+                logprobs=pack_logprobs([0.0] * len(ids)),
+                version_min=0,
+                version_max=0,
+                temperature=1.0,
+                finish_reason="tool_calls" if calls else "stop",
+                text=plain["content"],
+                tool_calls=json.dumps(calls).encode() if calls else None,
+                unsampled=UNSAMPLED,
+            )
+        )
+    return found
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates read it: text, and the arguments of calls as objects. Raises Unwritable."""
+    plain = {name: value for name, value in message.items() if value is not None and name != "weight"}
+    content = plain.get("content", plain.get("refusal") or "")
+    if not isinstance(content, str):
+        parts = content if isinstance(content, list) else [content]
+        if not all(isinstance(each, dict) and isinstance(each.get("text"), str) for each in parts):
+            raise Unwritable("a message is more than text")
+        content = "\n".join(each["text"] for each in parts)
+    plain["content"] = content
+    if plain.get("tool_calls"):
+        plain["tool_calls"] = with_parsed_arguments(plain["tool_calls"])
+    return plain
+
+
+def held_out(experience: Experience, number: int) -> Sample:
+    """An answer that is learnt from by nobody, under a number of its own."""
+    prompt, answer = (np.frombuffer(each, "<i4") for each in (experience.prompt_ids, experience.completion_ids))
+    return msgspec.structs.replace(
+        asked(prompt.tolist(), number), completion_ids=answer, logprobs=np.zeros(len(answer), np.float32)
+    )
+
+
+def asked(prompt: Sequence[int], number: int = 0) -> Sample:
+    """A prompt that nobody has answered."""
+    return Sample(
+        id=number,
+        prompt_ids=np.array(prompt, np.int32),
+        completion_ids=np.zeros(0, np.int32),
+        logprobs=np.zeros(0, np.float32),
+        reward=0.0,
+        temperature=1.0,
+        version_min=0,
+        version_max=0,
+        tenant="",
+        task_id=None,
+        run_id=None,
+        group_id=None,
+        rewarded_at=0.0,
+        committed_at=0.0,
+    )

@@ -1,0 +1,315 @@
+"""Fine-tuning jobs on files, as the trainer sees them: their lines become rows, epoch by epoch, and their end is told.
+
+In each epoch the lines are shuffled by the job's seed. They are rendered in portions, whenever less than a batch waits,
+so that memory does not depend on the file; and those of an epoch only when all rows of the one before are in a version.
+Where a trainer goes on is written with the rows: `rows_taken` counts the lines of all epochs.
+"""
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import structlog
+import torch
+
+from tuneloop.shared.errors import FileRefused
+from tuneloop.shared.experience import Exchange, Sample, VersionState
+from tuneloop.shared.finetuning import lines as file_lines
+from tuneloop.shared.finetuning.lines import FileLine
+from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.ledger.files import FILES
+from tuneloop.shared.ledger.jobs import Job
+from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.policies import Policy
+from tuneloop.shared.ledger.training.file_rows import ENDPOINT, FileRow, TakenLines
+from tuneloop.shared.ledger.training.training import WaitingRows
+from tuneloop.shared.privacy.redactor import Redactor
+from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.rendered_lines import LineLeftOut, held_out, learnt_of, render
+from tuneloop.trainer.learner import held_out_loss
+from tuneloop.trainer.policies import PolicyTraining
+
+_log = structlog.get_logger()
+
+#: A portion is of so many batches, of so many lines at least, and of so many bytes at most, or one line.
+_BATCHES, _LINES, _BYTES = 4, 64, 16 << 20
+
+#: So many line numbers are named in a warning.
+_NAMED = 20
+
+#: Rows of a validation file that are scored at once.
+_SCORED = 64
+
+#: So many of the newest events are looked through for the last step that was told.
+_LOOKED_THROUGH = 100
+
+_BLOCK = 1 << 20
+
+
+class LineIndex(NamedTuple):
+    """Where each line of a file begins, and where the last one ends: what is between two of them is a line."""
+
+    file: Path
+    places: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, file: Path) -> Self:
+        """Raises OSError."""
+        ends, at = [np.zeros(1, np.int64)], 0
+        with file.open("rb") as source:
+            while block := source.read(_BLOCK):
+                ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (at + 1))
+                at += len(block)
+        places = np.concatenate(ends)
+        return cls(file, places if places[-1] == at else np.append(places, at))
+
+    @property
+    def lines(self) -> int:
+        """How many there are, empty ones too."""
+        return len(self.places) - 1
+
+    def read(self, numbers: Sequence[int], method: str) -> Iterator[FileLine]:
+        """These lines, counted from 0, but for empty ones. Raises FileRefused for a mistake, OSError."""
+        kept: list[int] = []
+        with self.file.open("rb") as source, tempfile.NamedTemporaryFile(suffix=".jsonl") as beside:
+            for number in numbers:
+                source.seek(self.places[number])
+                line = source.read(int(self.places[number + 1] - self.places[number])).strip()
+                if line:
+                    kept.append(number + 1)
+                    beside.write(line + b"\n")
+            beside.flush()
+            try:
+                for found in file_lines.read_lines(Path(beside.name), method) if kept else ():
+                    yield msgspec.structs.replace(found, number=kept[found.number - 1])
+            except FileRefused as error:
+                told = re.sub(r"\bline (\d+)", lambda match: f"line {kept[int(match[1]) - 1]}", str(error))
+                raise FileRefused(told) from None
+
+
+class FileJobs:
+    """The jobs of one trainer's epoch. Raises what the ledger does."""
+
+    def __init__(
+        self, settings: Settings, ledger: Ledger, settings_of: Callable[[Policy], Settings | None], epoch: int
+    ) -> None:
+        self._settings, self._ledger, self._settings_of, self._epoch = settings, ledger, settings_of, epoch
+        self._indexes: dict[str, LineIndex] = {}
+        self._orders: dict[str, tuple[int, npt.NDArray[np.int64]]] = {}
+        self._told: dict[str, int] = {}
+        self._redactor: Redactor | None = None
+
+    def feed(self, waiting: Sequence[WaitingRows]) -> bool:
+        """Let no job want for rows, and end those that are done; whether any was changed."""
+        changed = False
+        for each in waiting:
+            chosen = self._settings_of(each.policy) if each.job else None
+            if each.job is None or chosen is None:
+                continue
+            job = self._ledger.jobs.get(each.job)
+            try:
+                changed |= self._go_on(job, each, chosen)
+            except (FileRefused, OSError) as error:
+                reason = str(error) if isinstance(error, FileRefused) else f"its file cannot be read: {error.strerror}"
+                self._fail(job, reason, code="invalid_file")
+                changed = True
+        return changed
+
+    def _go_on(self, job: Job, waiting: WaitingRows, chosen: Settings) -> bool:
+        """Take more lines of a job if it needs some, or end it; whether anything was done."""
+        if job.training_file not in self._indexes:
+            self._indexes[job.training_file] = LineIndex.of(self._settings.job_dir / FILES / job.training_file)
+        index, size = self._indexes[job.training_file], chosen.buffer.train_batch_size
+        in_all = index.lines * int(job.hyperparameters["n_epochs"])
+        if not index.lines:
+            raise FileRefused("its file is empty")
+        if in_all != job.rows_in_all:
+            self._ledger.file_rows.count_lines(self._epoch, job, in_all)
+        if job.rows_taken and job.rows_taken % index.lines == 0 and self._ledger.file_rows.are_left(job.policy):
+            return job.state == "queued" and self._ledger.file_rows.take(self._epoch, job, _nothing(job))
+        if job.rows_taken >= in_all:
+            self._end(job)
+            return True
+        rows, changed = waiting.rows, False
+        while rows < size:
+            taken = self._portion(job, index, chosen, most=max(_LINES, _BATCHES * size))
+            if not self._ledger.file_rows.take(self._epoch, job, taken):
+                break
+            changed, rows = True, rows + sum(len(each.rewards) for each in taken.rows)
+            job = msgspec.structs.replace(job, rows_taken=taken.after)
+            if taken.after % index.lines == 0:
+                break
+        if not changed and job.state == "queued":
+            changed = self._ledger.file_rows.take(self._epoch, job, _nothing(job))
+        return changed
+
+    def _portion(self, job: Job, index: LineIndex, chosen: Settings, *, most: int) -> TakenLines:
+        """The next lines of the epoch, rendered. What cannot be learnt is left out, and told of in the first epoch."""
+        epoch, begin = divmod(job.rows_taken, index.lines)
+        if self._orders.get(job.id, (-1,))[0] != epoch:
+            shuffled = np.random.default_rng([job.seed % (1 << 63), epoch]).permutation(index.lines)
+            self._orders[job.id] = epoch, shuffled
+        order = self._orders[job.id][1][begin : begin + most]
+        sizes = (index.places[order + 1] - index.places[order]).cumsum()
+        order = order[: max(1, int(np.searchsorted(sizes, _BYTES, side="right")))]
+        rows: list[FileRow] = []
+        tokens, left_out = 0, defaultdict[str, list[int]](list)
+        for line in index.read(order.tolist(), job.method):
+            try:
+                learnt = [(each, render(each, line.tools, chosen)) for each in learnt_of(line)]
+            except LineLeftOut as error:
+                left_out[re.sub(r"\d+ tokens", "more tokens", str(error))].append(line.number)
+                continue
+            for at, (each, answers) in enumerate(learnt):
+                request = {"messages": each.messages} | ({"tools": line.tools} if line.tools else {})
+                name = f"{job.training_file}:{line.number}:{job.id}:{epoch}" + (f":{at}" if at else "")
+                # Answers of one conversation become one sequence, where their prompts go on from it.
+                in_run = job.method == "supervised"
+                exchange = Exchange(
+                    msg_id=name,
+                    tenant=job.tenant,
+                    endpoint=ENDPOINT,
+                    request=msgspec.json.encode(request),
+                    received_at=0.0,
+                    latency_s=0.0,
+                    experiences=tuple(answers),
+                    task_id=f"{job.training_file}:{line.number}" if in_run else None,
+                    run_id=f"{job.id}:{epoch}" if in_run else None,
+                    policy=job.policy,
+                )
+                tokens += sum(len(one.prompt_ids) + len(one.completion_ids) for one in answers) // 4
+                rows.append(FileRow(exchange, each.rewards))
+        if self._redactor is None:
+            self._redactor = Redactor.open(self._settings, load_key(self._settings.job_dir / KEY))
+        if self._redactor:
+            rows = [each._replace(exchange=self._redactor.exchange(each.exchange)) for each in rows]
+        warnings = [
+            f"{len(numbers)} lines are left out, {reason}: {', '.join(map(str, sorted(numbers)[:_NAMED]))}"
+            + (" and more" if len(numbers) > _NAMED else "")
+            for reason, numbers in left_out.items()
+            if epoch == 0
+        ]
+        return TakenLines(job.rows_taken, job.rows_taken + len(order), rows, tokens, warnings)
+
+    def _end(self, job: Job) -> None:
+        """End a job of which no row is left."""
+        line = self._ledger.versions.of(job.policy).now().versions
+        ended = [each for each in line if each.state in {VersionState.REJECTED, VersionState.ROLLED_BACK}]
+        newest = self._ledger.versions.of(job.policy).newest()
+        dropped = self._ledger.file_rows.dropped(job.policy)
+        if ended:
+            reason = self._ledger.versions.events(ended[-1].version)[-1].reason
+            return self._fail(job, f"version {ended[-1].version} of it was {ended[-1].state}: {reason}")
+        if not newest.consumed:
+            why = next(iter(dropped), None) or next(
+                (each.message for each in self._ledger.jobs.events(job.id) if each.level == "warn"), "it has no answers"
+            )
+            return self._fail(job, f"no line of the file can be learnt: {why}", code="invalid_file")
+        for reason, count in dropped.items():
+            self._ledger.jobs.note(job.id, f"{count} rows were not learnt: {reason}", level="warn")
+        message = "The job has successfully completed"
+        self._ledger.file_rows.succeed(
+            self._epoch, job, message, version=newest.version, total_steps=newest.step, rows_taken=job.rows_taken
+        )
+        self._forget(job)
+        _log.info("job_succeeded", job=job.id, version=newest.version, steps=newest.step)
+
+    def _fail(self, job: Job, reason: str, *, code: str = "training_failed") -> None:
+        self._ledger.file_rows.fail(self._epoch, job, reason, code=code)
+        self._forget(job)
+        _log.error("job_failed", job=job.id, reason=reason)
+
+    def _forget(self, job: Job) -> None:
+        self._indexes.pop(job.training_file, None)
+        self._orders.pop(job.id, None)
+        self._told.pop(job.id, None)
+
+    def fail_stopped(self, now: PolicyTraining) -> None:
+        """End the job of a policy that nothing more can be learnt by, if it is not over."""
+        if (job := self._ledger.file_rows.of_policy(now.policy.id)) is None:
+            return
+        reasons = [each.reason for each in self._ledger.alarms.all() if each.policy == job.policy]
+        self._fail(job, reasons[-1] if reasons else "its steps were not finite")
+        now.rows.release()
+
+    def note_start(self, now: PolicyTraining) -> None:
+        """Tell the loss on the validation file before the first step."""
+        if now.job is not None and not now.learner.steps and self._last_told(now.job) < 0:
+            if (loss := self._validation_loss(now.job, now)) is not None:
+                self._note(now.job, f"Before the first step: full validation loss={loss:.4g}", 0, full_valid_loss=loss)
+            self._told[now.job.id] = 0
+
+    def note_step(self, now: PolicyTraining) -> None:
+        """Tell of a step, unless a trainer that was killed has told of it."""
+        job, step, learnt = now.job, now.learner.steps, now.learnt
+        if job is None or step <= self._last_told(job):
+            return
+        loss = learnt["actor/dpo_loss" if job.method == "dpo" else "actor/sft_loss"]
+        more = {"train_accuracy": learnt["rewards/accuracies"]} if job.method == "dpo" else {}
+        self._note(
+            job, f"Step {step}/{max(step, job.total_steps)}: training loss={loss:.4g}", step, train_loss=loss, **more
+        )
+        self._told[job.id] = step
+
+    def note_version(self, now: PolicyTraining) -> None:
+        """Tell of a version, with the loss on the validation file."""
+        if (job := now.job) is None:
+            return
+        said = f"Checkpoint created at step {now.learner.steps}: version {now.steps.parent}"
+        if (loss := self._validation_loss(job, now)) is None:
+            self._ledger.jobs.note(job.id, said)
+        else:
+            self._note(job, f"{said}, full validation loss={loss:.4g}", now.learner.steps, full_valid_loss=loss)
+
+    def _note(self, job: Job, message: str, step: int, **figures: float) -> None:
+        self._ledger.jobs.note(job.id, message, data={"step": step} | figures)
+
+    def _last_told(self, job: Job) -> int:
+        """The last step that was told of; -1 before the first."""
+        if job.id not in self._told:
+            told = self._ledger.jobs.events(job.id, limit=_LOOKED_THROUGH)
+            steps = (
+                each.data["step"] for each in told if each.data and each.data.keys() != {"step", "full_valid_loss"}
+            )
+            self._told[job.id] = max(steps, default=0 if any(each.data for each in told) else -1)
+        return self._told[job.id]
+
+    def _validation_loss(self, job: Job, now: PolicyTraining) -> float | None:
+        """The loss on the validation file, by the method; None without one, or where it cannot be told."""
+        if job.validation_file is None:
+            return None
+        total, weight = 0.0, 0
+        try:
+            now.micro_batch.take_gpu(now.learner)
+            now.learner.micro_batch_tokens = now.micro_batch.tokens
+            samples = self._validation_rows(job, now.settings)
+            while some := list(islice(samples, _SCORED)):
+                loss, learnt = held_out_loss(now.learner, some)
+                total, weight = total + loss * learnt, weight + learnt
+        except (FileRefused, OSError, torch.OutOfMemoryError) as error:
+            _log.warning("validation_loss_not_told", job=job.id, reason=str(error))
+            return None
+        return total / weight if weight else None
+
+    def _validation_rows(self, job: Job, chosen: Settings) -> Iterator[Sample]:
+        """What would be learnt of the validation file. Its pairs stand side by side."""
+        numbers = count()
+        for line in file_lines.read_lines(self._settings.job_dir / FILES / str(job.validation_file), job.method):
+            for learnt in learnt_of(line):
+                try:
+                    answers = render(learnt, line.tools, chosen)
+                except LineLeftOut:
+                    continue
+                for each in answers:
+                    yield held_out(each, next(numbers))
+
+
+def _nothing(job: Job) -> TakenLines:
+    return TakenLines(job.rows_taken, job.rows_taken)

@@ -106,14 +106,20 @@ class FileJobs:
         self._told: dict[str, int] = {}
         self._redactor: Redactor | None = None
 
-    def feed(self, waiting: Sequence[WaitingRows]) -> bool:
-        """Let no job want for rows, and end those that are done; whether any was changed."""
+    def feed(self, waiting: Sequence[WaitingRows], now: PolicyTraining) -> bool:
+        """Let no job want for rows, and end those that are done, or stopped; whether any was changed."""
         changed = False
         for each in waiting:
             chosen = self._settings_of(each.policy) if each.job else None
             if each.job is None or chosen is None:
                 continue
             job = self._ledger.jobs.get(each.job)
+            if now.policy.id == job.policy and now.is_stopped:
+                reasons = [one.reason for one in self._ledger.alarms.all() if one.policy == job.policy]
+                self._fail(job, reasons[-1] if reasons else "its steps were not finite")
+                now.rows.release()
+                changed = True
+                continue
             try:
                 changed |= self._go_on(job, each, chosen)
             except (FileRefused, OSError) as error:
@@ -212,8 +218,8 @@ class FileJobs:
                 (each.message for each in self._ledger.jobs.events(job.id) if each.level == "warn"), "it has no answers"
             )
             return self._fail(job, f"no line of the file can be learnt: {why}", code="invalid_file")
-        for reason, count in dropped.items():
-            self._ledger.jobs.note(job.id, f"{count} rows were not learnt: {reason}", level="warn")
+        for reason, rows in dropped.items():
+            self._ledger.jobs.note(job.id, f"{rows} rows were not learnt: {reason}", level="warn")
         message = "The job has successfully completed"
         self._ledger.file_rows.succeed(
             self._epoch, job, message, version=newest.version, total_steps=newest.step, rows_taken=job.rows_taken
@@ -230,14 +236,6 @@ class FileJobs:
         self._indexes.pop(job.training_file, None)
         self._orders.pop(job.id, None)
         self._told.pop(job.id, None)
-
-    def fail_stopped(self, now: PolicyTraining) -> None:
-        """End the job of a policy that nothing more can be learnt by, if it is not over."""
-        if (job := self._ledger.file_rows.of_policy(now.policy.id)) is None:
-            return
-        reasons = [each.reason for each in self._ledger.alarms.all() if each.policy == job.policy]
-        self._fail(job, reasons[-1] if reasons else "its steps were not finite")
-        now.rows.release()
 
     def note_start(self, now: PolicyTraining) -> None:
         """Tell the loss on the validation file before the first step."""

@@ -27,7 +27,7 @@ from tuneloop.shared.errors import (
     TurnNotGiven,
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
-from tuneloop.shared.experience import PolicyState
+from tuneloop.shared.experience import PolicyState, Sample
 from tuneloop.shared.job_marks import committed_stamp, note_registered, note_step_rules, require_restored
 from tuneloop.shared.ledger.facts import find_ignored_feedback
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
@@ -223,8 +223,6 @@ class TrainingLoop:
                 self._settle()
         others = [each for each in ready if each.policy.id != now.policy.id]
         if now.is_stopped:
-            if now.job is not None:
-                self._file_jobs.fail_stopped(now)
             return None if self._go_over(others) else self._pause()
         if now.steps.are_due(now.learner):  # Another was not done, or it did not fit.
             return self._publish()
@@ -235,17 +233,22 @@ class TrainingLoop:
         enough = not self._policies.may_learn(now.policy) or now.steps.wait_for_room
         batch = None if enough else now.rows.next_batch(now.learner, version=now.steps.exact_version)
         if batch is not None:
-            if now.job is not None:
-                self._file_jobs.note_start(now)
-            if now.learn(batch):
-                if now.job is not None:
-                    self._file_jobs.note_step(now)
-                if now.steps.are_due(now.learner):
-                    self._publish()
+            self._learn(batch)
         elif now.steps.count and not begun and (others or now.job or now.policy.state is not PolicyState.ACTIVE):
             self._publish()  # Fewer steps than a version has otherwise: another policy waits, or an epoch is over.
         else:
             self._idle()
+
+    def _learn(self, batch: list[Sample]) -> None:
+        now = self._now
+        if now.job is not None:
+            self._file_jobs.note_start(now)
+        if not now.learn(batch):
+            return
+        if now.job is not None:
+            self._file_jobs.note_step(now)
+        if now.steps.are_due(now.learner):
+            self._publish()
 
     def _find_ready(self) -> list[WaitingRows]:
         """The policies that have a batch waiting, as far as numbers tell; none where there is but one policy.
@@ -253,7 +256,7 @@ class TrainingLoop:
         A policy that trains and was deleted is left.
         """
         found = self._ledger.training.waiting(self._policies.largest_batch)
-        if any(each.job for each in found) and self._file_jobs.feed(found):
+        if any(each.job for each in found) and self._file_jobs.feed(found, self._now):
             found = self._ledger.training.waiting(self._policies.largest_batch)
         there = {each.policy.id: each.policy for each in found}
         for gone in [each for each in self._policies.all() if each.policy.id not in there]:

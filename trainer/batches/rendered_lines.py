@@ -46,7 +46,7 @@ def learnt_of(line: FileLine) -> Iterator[LearntAnswer]:
 
 
 def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: Settings) -> list[Experience]:
-    """The answers with their token ids. Raises LineLeftOut for what the template cannot write, or the model not read."""
+    """The answers with their token ids. Raises LineLeftOut for what the template does not write, or is too long."""
     words = tokenizer_of(settings)
     longest = settings.model.max_model_len or longest_of(settings.model.model_path)
     if words.chat_template is None:

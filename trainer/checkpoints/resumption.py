@@ -122,9 +122,10 @@ def prune(
 ) -> None:
     """Delete checkpoints but the last `keep` of each policy, and never one that is served, may be, or is resumed from.
 
-    Of a policy that was deleted none stays, but those that others begin with. `keep` 0 means all of them. Those of
+    Of a policy that was deleted none stays, but those that others begin with. `keep` 0 means all of them, as for the
+    policies `keep_all`. Those of
     every `keep_interval`-th step stay, too, and what a rollback would go back to, if there is such a version, and what
-    would be resumed from after a rollback or a rejection, and all of the policies `keep_all`, and the newest _WAITED_FOR of those that `still_sampled` says
+    would be resumed from after a rollback or a rejection, and the newest _WAITED_FOR of those that `still_sampled` says
     replies wait of, which may have to be recomputed. All keep their weights alone but the one that is resumed from, and
     the newest before it that has critic and optimiser, while it has none, and `writing`. A disk that refuses is no
     reason to stop training.

@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
 #: Seconds that a service gets to stop once neither can start.
 GRACE_S = 120.0
@@ -67,6 +69,28 @@ def supervise(commands: Mapping[str, Sequence[str]]) -> int:
     return failed if deadline is None else first_refusal
 
 
+def service(name: str, config: Path, overrides: Sequence[str]) -> list[str]:
+    """The command that starts a service. `-P`: a folder of its name where we are started must not be imported."""
+    flags = [part for override in overrides for part in ("--set", override)]
+    return [sys.executable, "-P", "-m", f"tuneloop.{name}", "--config", str(config), *flags]
+
+
+def start_child(command: Sequence[str], output: IO[bytes] | None = None) -> "subprocess.Popen[bytes]":
+    """Start a service in a session of its own, so that a terminal's Ctrl-C reaches it once: through us.
+
+    It gets SIGTERM when this process ends. `output` is where it writes, if not where we do.
+    """
+    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
+
+    def set_up() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=set_up, stdout=output, stderr=output)
+
+
 @dataclass
 class _Service:
     """A service: its process while it runs, else when it is started again (None: never). Times are monotonic.
@@ -88,16 +112,8 @@ class _Service:
         return self.process is None and self.starts_at is None
 
     def start(self) -> None:
-        """Start it in a session of its own, so that a terminal's Ctrl-C reaches it once: through us."""
-        prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
-
-        def set_up() -> None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-            if os.getppid() != parent:
-                os._exit(1)
-
-        self.process = subprocess.Popen(self.command, start_new_session=True, preexec_fn=set_up)
+        """Start it, and count that."""
+        self.process = start_child(self.command)
         self.started_at, self.starts_at = time.monotonic(), None
         self.starts += 1
 

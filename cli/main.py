@@ -11,10 +11,11 @@ from typing import Annotated, NoReturn, assert_never
 import typer
 
 from tuneloop.cli import exports, imports, jobs, keys, operations, outbox, policies, rewards, settings, versions
-from tuneloop.cli.both import supervise
+from tuneloop.cli.both import service, supervise
 from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.erasure import erase_, purge
+from tuneloop.cli.finetune import finetune
 from tuneloop.cli.init import init
 from tuneloop.cli.options import (
     ConfigOption,
@@ -55,6 +56,7 @@ app.command()(settings.validate)
 app.command()(settings.schema)
 app.command("export")(exports.export_)
 app.command("import")(imports.import_)
+app.command()(finetune)
 app.add_typer(rewards.app, name="rewards")
 app.add_typer(operations.alarms_app, name="alarms")
 app.add_typer(rewards.raters_app, name="raters")
@@ -163,12 +165,6 @@ def _start(config: Path, overrides: Sequence[str]) -> None:
             raise typer.Exit(supervise({name: service(name, config, overrides) for name in ("explorer", "trainer")}))
         case never:
             assert_never(never)
-
-
-def service(name: str, config: Path, overrides: Sequence[str]) -> list[str]:
-    """The command that starts a service. `-P`: a folder of its name where we are started must not be imported."""
-    flags = [part for override in overrides for part in ("--set", override)]
-    return [sys.executable, "-P", "-m", f"tuneloop.{name}", "--config", str(config), *flags]
 
 
 def _replace_process(command: list[str]) -> NoReturn:

@@ -35,6 +35,7 @@ from tuneloop.shared.errors import EnvironmentRefused, FileRefused, JobRefused
 from tuneloop.shared.experience import JobState
 from tuneloop.shared.finetuning.job_plan import plan_job
 from tuneloop.shared.finetuning.lines import check_file
+from tuneloop.shared.job_marks import touch_committed
 from tuneloop.shared.ledger.files import FILES, StoredFile
 from tuneloop.shared.ledger.jobs import OPEN, Job, JobDraft, JobEvent
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
@@ -156,6 +157,7 @@ def _create(
     )
     with contextlib.suppress(JobRefused):  # An explorer may have looked at the lines by now.
         ledger.jobs.change(job.id, JobState.QUEUED, "Files validated, moving job to queued state")
+    touch_committed(settings.job_dir)
     return job
 
 

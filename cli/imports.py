@@ -29,7 +29,7 @@ from tuneloop.cli.options import (
     open_to_group,
     with_progress,
 )
-from tuneloop.shared.errors import FileRefused, TuneloopError
+from tuneloop.shared.errors import EnvironmentRefused, FileRefused, TuneloopError
 from tuneloop.shared.experience import (
     MAX_NAME,
     MAX_REWARD,
@@ -43,12 +43,13 @@ from tuneloop.shared.experience import (
     pack_ids,
     pack_logprobs,
 )
-from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.job_marks import KEY, load_key, touch_committed
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.retention import stored_name
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.loader import read_settings
+from tuneloop.shared.settings.settings import Settings
 
 #: Mistakes of a file that are listed; more would repeat them.
 _MAX_MISTAKES = 20
@@ -205,13 +206,14 @@ class Conversation(msgspec.Struct, kw_only=True):
 class ImportResult(NamedTuple):
     """The result of an import. `changed_rewards`: rows whose reward under this ledger's rule is not the file's.
 
-    `refused`: rows of people who were erased, or that were deleted one by one.
+    `refused`: rows of people who were erased, or that were deleted one by one. `released`: those that are to be learnt.
     """
 
     rows: int
     new: int
     changed_rewards: int
     refused: int = 0
+    released: int = 0
 
 
 class ParsedRow(NamedTuple):
@@ -230,8 +232,9 @@ def import_file(
     tenant: str = "default",
     redactor: Redactor | None = None,
     clock: Callable[[], float] | None = None,
+    train: bool = False,
 ) -> ImportResult:
-    """Import a file, all of its rows, redacted; a file with mistakes not at all.
+    """Import a file, all of its rows, redacted; a file with mistakes not at all. With `train` they are to be learnt.
 
     Raises FileRefused with the mistakes, or with the number of rows that are in when the ledger refused.
     """
@@ -268,6 +271,7 @@ def import_file(
                 )
             ]
             ledger.recording.record(taken)
+            released = ledger.file_rows.release(msg_ids, without_tokens=NO_TOKEN_IDS) if train else 0
             after = ledger.exports.rewards_of(msg_ids)
             new = {(row.msg_id, row.choice): row.reward for row in page if (row.msg_id, row.choice) not in before}
             changed = sum(1 for name, reward in new.items() if name in after and after[name] != reward)
@@ -276,6 +280,7 @@ def import_file(
                 result.new + len(new.keys() & after.keys()),
                 result.changed_rewards + changed,
                 result.refused + sum((row.msg_id, row.choice) not in after for row in page),
+                result.released + released,
             )
         except TuneloopError as error:
             raise FileRefused(
@@ -343,25 +348,42 @@ def _read_json(name: str, text: str) -> Any:
     return found
 
 
+def _learns_from_files(settings: Settings) -> bool:
+    """Whether the default policy's method learns from single replies that nobody sampled from it."""
+    kind, algorithm = settings.algorithm.algorithm_type, settings.algorithm
+    imitates = kind == "sft" and algorithm.sft.targets != "demonstrations"
+    return imitates or kind in {"raft", "kto"} or (kind == "distill" and algorithm.of_any_reply)
+
+
 def import_(
     config: ConfigOption,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .parquet file.")],
     tenant: TenantOption = "default",
+    train: Annotated[bool, typer.Option("--train", help="Let the default policy learn them, with reward 1.")] = False,
     set_: SetOption = None,
     for_programs: JsonOption = False,
 ) -> None:
     """Take experiences of another database in, or conversations as examples for SFT."""
     settings = read_settings(config, set_ or ()).valid_settings()
+    if train and not _learns_from_files(settings):
+        raise EnvironmentRefused(
+            f"--train: algorithm.algorithm_type: {settings.algorithm.algorithm_type} learns from other replies than"
+            " those of files; write sft, raft or kto, or make a version of the file: tuneloop finetune"
+        )
     open_to_group(settings)
     upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
     with closing(Ledger.of(settings)) as ledger:
         ledger.own(settings.project, settings.name)
         redactor = Redactor.open(settings, load_key(settings.job_dir / KEY))
-        result = import_file(ledger, file, tenant=tenant, redactor=redactor)
+        result = import_file(ledger, file, tenant=tenant, redactor=redactor, train=train)
+    if result.released:
+        touch_committed(settings.job_dir)
     if for_programs:
         echo_json({"file": str(file), **result._asdict()})
         return
     echo(f"{file}: {result.rows} rows, {result.new} of them new")
+    if train:
+        echo(f"  {result.released} wait to be learnt")
     if result.changed_rewards:
         echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")
     if result.refused:

@@ -116,7 +116,8 @@ class FileJobs:
             job = self._ledger.jobs.get(each.job)
             if now.policy.id == job.policy and now.is_stopped:
                 reasons = [one.reason for one in self._ledger.alarms.all() if one.policy == job.policy]
-                self._fail(job, reasons[-1] if reasons else "its steps were not finite")
+                reasons += self._ledger.file_rows.dropped(job.policy)
+                self._fail(job, reasons[0] if reasons else "its steps were not finite")
                 now.rows.release()
                 changed = True
                 continue

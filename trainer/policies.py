@@ -42,7 +42,8 @@ from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter, open_curves
 from tuneloop.trainer.batches.batch import Metrics, of_samples
-from tuneloop.trainer.batches.selection import comparable
+from tuneloop.trainer.batches.rendered_lines import with_tokens
+from tuneloop.trainer.batches.selection import Refused, comparable
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import KeptRoom
 from tuneloop.trainer.checkpoints.publication import Publisher
@@ -191,7 +192,7 @@ class LeasedRows:
     def __init__(
         self, settings: Settings, ledger: Ledger, recomputation: Recomputation, *, epoch: int, policy: int = 0
     ) -> None:
-        self._settings, self._training, self._epoch = settings, ledger.training, epoch
+        self._settings, self._training, self._epoch, self._files = settings, ledger.training, epoch, ledger.file_rows
         self._rules, self._recomputation = BatchRules.of(settings, policy), recomputation
         #: What was leased before the learner was there.
         self.ahead: list[Sample] = []
@@ -205,9 +206,13 @@ class LeasedRows:
             held = [sample.id for sample in self.held]
             leased = self.ahead or self._training.lease(self._epoch, size, self._rules, held=held)
             self.ahead = []
+            bare = [each.msg_id for each in leased if not len(each.completion_ids)]
+            unwritten: Refused = {}
+            if bare:  # imported as text
+                leased, unwritten = with_tokens(leased, self._files.written(bare), self._settings)
             kept, refused = self._recomputation.select(leased, learner, version=version)
             self.held += kept
-            for reason, samples in refused.items():
+            for reason, samples in (refused | unwritten).items():
                 self.drop(samples, reason, step=learner.steps)
         if len(self.held) < (size if timeout is None else 1):
             return None
@@ -549,11 +554,11 @@ class PoliciesInMemory:
         """Pause a policy that cannot be trained as it is; the others go on."""
         if policy.state is PolicyState.ACTIVE:
             reason = f"the policy {policy.name} is paused, for it cannot be trained: {error}"
-            self._ledger.policies.pause(policy.id)
             if (job := self._ledger.file_rows.of_policy(policy.id)) is not None:
                 self._ledger.file_rows.fail(self._parts.epoch, job, str(error), code="policy_refused")
                 _log.error("job_failed", job=job.id, reason=str(error))
                 return
+            self._ledger.policies.pause(policy.id)
             self._ledger.alarms.raise_alarm(Alarm(Code.POLICY_REFUSED, reason, policy=policy.id))
             _log.error("policy_refused", policy=policy.name, reason=str(error))
 

@@ -16,14 +16,17 @@ from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer import fine_tuning
 from tests.trainer.factories import commit, sample
 from tests.trainer.fine_tuning import LORA, conversation, create_job, lines_of_rows, preference
+from tuneloop.shared.errors import NotFinite
 from tuneloop.shared.experience import JobState, PolicyState, State
 from tuneloop.shared.finetuning import lines as file_lines
 from tuneloop.shared.ledger.files import FILES
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.codec import from_blob
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.trainer import file_jobs
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.loop import TrainingLoop, run
+from tuneloop.trainer.micro_batch import MicroBatch
 
 
 @pytest.fixture(autouse=True)
@@ -138,11 +141,12 @@ def test_lines_that_are_too_long_are_left_out_and_named(adapted, ledger, train):
     assert len(lines_of_rows(ledger)) == 12
 
 
-@pytest.mark.parametrize("cause", ["all too long", "gone", "mistake", "refused"])
-def test_a_job_that_cannot_go_on_fails_with_a_sentence(adapted, ledger, train, cause):
+@pytest.mark.parametrize("cause", ["all too long", "gone", "mistake", "refused", "not finite", "stopped", "rejected"])
+def test_a_job_that_cannot_go_on_fails_with_a_sentence(adapted, ledger, train, cause, monkeypatch):
     chosen = adapted()
     answer = "x" * 300 if cause == "all too long" else None
-    job = create_job(chosen, ledger, [conversation(n, answer=answer) for n in range(5)])
+    lines = [conversation(n, answer=answer) for n in range(16 if cause == "stopped" else 5)]
+    job = create_job(chosen, ledger, lines)
     file = chosen.job_dir / FILES / job.training_file
     if cause == "gone":
         file.unlink()
@@ -150,10 +154,28 @@ def test_a_job_that_cannot_go_on_fails_with_a_sentence(adapted, ledger, train, c
         file.write_text("".join(f"{json.dumps(each)}\n" for each in [*map(conversation, range(4)), "nothing"]))
     elif cause == "refused":
         ledger.policies.set_options(job.policy, {"algorithm.algorithm_type": "none of ours"})
+    elif cause in {"not finite", "stopped"}:
+
+        def never(*_, **__):
+            raise NotFinite("the gradient's norm is nan")
+
+        monkeypatch.setattr(MicroBatch, "step", never)
+    elif cause == "rejected":
+        register = ledger.training.register
+
+        def rejected(epoch, ids, **how):
+            version = register(epoch, ids, **how)
+            ledger.versions.of(job.policy).reject(version, "its probe differs")
+            return version
+
+        monkeypatch.setattr(ledger.training, "register", rejected)
+        monkeypatch.setattr(Ledger, "of", lambda _: ledger)
+        monkeypatch.setattr(ledger, "close", lambda: None)
     train(chosen)
     failed = ledger.jobs.get(job.id)
     assert failed.state is JobState.FAILED
     said = {"all too long": "too long", "gone": "No such file", "mistake": "line 5", "refused": "algorithm_type"}
+    said |= {"not finite": "norm is nan", "stopped": "norm is nan", "rejected": "probe differs"}
     assert said[cause] in failed.error["message"]
     assert ledger.policies.get(job.policy).state is PolicyState.PAUSED
     counts = ledger.reports.counts()
@@ -246,6 +268,7 @@ from tuneloop.shared.ledger.storage.database import Transactions
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.loop import TrainingLoop, run
+from tuneloop.trainer.micro_batch import MicroBatch
 
 lines.read_lines = fine_tuning.read_lines
 random.seed(int(sys.argv[3]))

@@ -5,6 +5,7 @@ engine would be asked, and the reply what the template writes for it, up to the 
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +15,12 @@ from jinja2 import TemplateError
 
 from tuneloop.shared.experience import Experience, Sample, pack_ids, pack_logprobs
 from tuneloop.shared.finetuning.lines import FileLine
+from tuneloop.shared.ledger.training.file_rows import UNSAMPLED, WrittenReply
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.batch import with_completion
 from tuneloop.trainer.batches.edited_answers import Unwritable, edited_answer_ids, with_parsed_arguments
-from tuneloop.trainer.batches.selection import longest_of
+from tuneloop.trainer.batches.selection import Refused, longest_of
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
-
-#: What a row says of log-probabilities that nobody sampled.
-UNSAMPLED = "of a file"
 
 
 class LearntAnswer(NamedTuple):
@@ -106,6 +106,30 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     if plain.get("tool_calls"):
         plain["tool_calls"] = with_parsed_arguments(plain["tool_calls"])
     return plain
+
+
+def with_tokens(
+    samples: Sequence[Sample], written: Mapping[str, WrittenReply], settings: Settings
+) -> tuple[list[Sample], Refused]:
+    """The samples, those that were imported as text with their token ids; and those that cannot have any."""
+    taken: list[Sample] = []
+    refused: Refused = defaultdict(list)
+    for sample in samples:
+        if len(sample.completion_ids):
+            taken.append(sample)
+            continue
+        said = written[sample.msg_id]
+        try:
+            request = json.loads(said.request)
+            calls = {"tool_calls": json.loads(said.tool_calls)} if said.tool_calls else {}
+            learnt = LearntAnswer(request["messages"], ({"role": "assistant", "content": said.text, **calls},), (1.0,))
+            [answer] = render(learnt, request.get("tools"), settings)
+        except (LineLeftOut, KeyError, TypeError, ValueError) as error:
+            refused[f"imported as text: {error}"].append(sample)
+            continue
+        prompt, ids = (np.frombuffer(each, "<i4") for each in (answer.prompt_ids, answer.completion_ids))
+        taken.append(with_completion(msgspec.structs.replace(sample, prompt_ids=prompt), ids.tolist()))
+    return taken, dict(refused)
 
 
 def held_out(experience: Experience, number: int) -> Sample:

@@ -4,24 +4,38 @@ How far a file was taken is written in the transaction that writes its rows, und
 trainer is killed, the next one goes on behind the last line that has its rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import func, select, text, update
+from sqlalchemy import and_, func, or_, select, text, update
 
 from tuneloop.shared.errors import JobRefused
 from tuneloop.shared.experience import Exchange, JobState, PolicyState, State
 from tuneloop.shared.ledger.jobs import Job, change_state, job_of, note_event
 from tuneloop.shared.ledger.recording.retention import deleted_among
 from tuneloop.shared.ledger.recording.rewards import OF_A_FILE, id_of_rule
-from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row
-from tuneloop.shared.ledger.storage.database import LedgerPart, again_after_deadlock, alone, put
+from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row, unpack_text
+from tuneloop.shared.ledger.storage.database import LedgerPart, again_after_deadlock, alone, portions, put
 from tuneloop.shared.ledger.storage.job_schema import jobs
 from tuneloop.shared.ledger.storage.schema import COMMITTED, exchanges, experiences, policies
 from tuneloop.shared.ledger.training.training import fence, newest_version
 
 #: The endpoint of what is learnt of a line of a file.
 ENDPOINT = "file"
+
+#: What a row says of log-probabilities that nobody sampled.
+UNSAMPLED = "of a file"
+
+#: What a row is rewarded with that is to be learnt, unless it has feedback.
+_REWARD = 1.0
+
+
+class WrittenReply(NamedTuple):
+    """A reply that was imported as text: its request, and what it says."""
+
+    request: bytes
+    text: str
+    tool_calls: bytes | None
 
 
 class FileRow(NamedTuple):
@@ -94,6 +108,33 @@ class FileRows(LedgerPart):
         with self._write() as connection:
             fence(connection, epoch)
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(rows_in_all=rows_in_all))
+
+    @again_after_deadlock
+    def release(self, msg_ids: Collection[str], *, without_tokens: str) -> int:
+        """Commit imported replies, to be learnt by the default policy; how many. What has no feedback is rewarded.
+
+        `without_tokens` is the reason of those that were set aside for they have no token ids.
+        """
+        now, released = self._clock(), 0
+        with self._write() as connection:
+            of_file = {"reward": _REWARD, "rewarded_at": now, "reward_rule": id_of_rule(connection, OF_A_FILE, now=now)}
+            aside = and_(experiences.c.state == State.DROPPED, experiences.c.reason == without_tokens)
+            unrated = or_(experiences.c.state == State.RECORDED, and_(aside, experiences.c.rewarded_at.is_(None)))
+            rated = or_(experiences.c.state == State.REWARDED, aside)
+            unsampled = {"unsampled": func.coalesce(experiences.c.unsampled, UNSAMPLED)}
+            committed = {"state": State.COMMITTED, "committed_at": now, "reason": None} | unsampled
+            for portion in portions(msg_ids):
+                for which, reward in ((unrated, of_file), (rated, {})):
+                    these = update(experiences).where(experiences.c.msg_id.in_(portion), which)
+                    released += connection.execute(these.values(committed | reward)).rowcount
+        return released
+
+    def written(self, msg_ids: Collection[str]) -> dict[str, WrittenReply]:
+        """What these replies, that were imported, say; by their names."""
+        columns = (exchanges.c.msg_id, exchanges.c.request, experiences.c.text, experiences.c.tool_calls)
+        chosen = select(*columns).join(experiences, experiences.c.msg_id == exchanges.c.msg_id)
+        rows = [row for some in portions(msg_ids) for row in self._read(chosen.where(exchanges.c.msg_id.in_(some)))]
+        return {row.msg_id: WrittenReply(unpack_text(row.request), row.text, row.tool_calls) for row in rows}
 
     def are_left(self, policy: int) -> bool:
         """Whether rows of a policy are committed or leased: in no version yet."""

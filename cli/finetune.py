@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -216,8 +216,15 @@ def _trainer(
         overrides = ()
     with tempfile.TemporaryFile() as log:
         child = start_child(service("trainer", config, [*overrides, "mode=train"]), log)
+
+        def require_alive() -> None:
+            if (code := child.poll()) is not None:
+                log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
+                last = log.read().decode(errors="replace").strip()
+                raise EnvironmentRefused(f"the trainer has ended with code {code}; the job waits for another:\n{last}")
+
         try:
-            yield lambda: _require_alive(child, log)
+            yield require_alive
         finally:
             child.terminate()
             try:
@@ -225,13 +232,6 @@ def _trainer(
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-
-
-def _require_alive(child: "subprocess.Popen[bytes]", log: IO[bytes]) -> None:
-    if (code := child.poll()) is not None:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_BYTES))
-        said = log.read().decode(errors="replace").strip()
-        raise EnvironmentRefused(f"the trainer has ended with code {code}; the job waits for another:\n{said}")
 
 
 def _watch(ledger: Ledger, job: Job, check: Callable[[], None], *, quiet: bool) -> list[float]:
@@ -244,7 +244,13 @@ def _watch(ledger: Ledger, job: Job, check: Callable[[], None], *, quiet: bool) 
         task = bar.add_task("", total=max(1, job.total_steps), loss="")
         while True:
             state = ledger.jobs.get(job.id).state
-            for event in _events_after(ledger, job, seen):
+            newest, before = list[JobEvent](), None
+            while page := ledger.jobs.events(job.id, before=before, limit=100):
+                newest += [each for each in page if each.id > seen]
+                before = page[-1].id
+                if before <= seen:
+                    break
+            for event in reversed(newest):
                 seen, figures = event.id, event.data or {}
                 if "full_valid_loss" in figures:
                     losses.append(figures["full_valid_loss"])
@@ -256,14 +262,3 @@ def _watch(ledger: Ledger, job: Job, check: Callable[[], None], *, quiet: bool) 
                 return losses
             check()
             time.sleep(_LOOK_S)
-
-
-def _events_after(ledger: Ledger, job: Job, seen: int) -> list[JobEvent]:
-    """The events of a job behind the one of this id, the oldest first."""
-    found, before = list[JobEvent](), None
-    while page := ledger.jobs.events(job.id, before=before, limit=100):
-        found += [each for each in page if each.id > seen]
-        if page[-1].id <= seen:
-            break
-        before = page[-1].id
-    return found[::-1]

@@ -49,7 +49,6 @@ from tuneloop.shared.ledger.recording.retention import stored_name
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.loader import read_settings
-from tuneloop.shared.settings.settings import Settings
 
 #: Mistakes of a file that are listed; more would repeat them.
 _MAX_MISTAKES = 20
@@ -348,13 +347,6 @@ def _read_json(name: str, text: str) -> Any:
     return found
 
 
-def _learns_from_files(settings: Settings) -> bool:
-    """Whether the default policy's method learns from single replies that nobody sampled from it."""
-    kind, algorithm = settings.algorithm.algorithm_type, settings.algorithm
-    imitates = kind == "sft" and algorithm.sft.targets != "demonstrations"
-    return imitates or kind in {"raft", "kto"} or (kind == "distill" and algorithm.of_any_reply)
-
-
 def import_(
     config: ConfigOption,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .jsonl or .parquet file.")],
@@ -365,7 +357,7 @@ def import_(
 ) -> None:
     """Take experiences of another database in, or conversations as examples for SFT."""
     settings = read_settings(config, set_ or ()).valid_settings()
-    if train and not _learns_from_files(settings):
+    if train and not settings.algorithm.of_imported_replies:
         raise EnvironmentRefused(
             f"--train: algorithm.algorithm_type: {settings.algorithm.algorithm_type} learns from other replies than"
             " those of files; write sft, raft or kto, or make a version of the file: tuneloop finetune"

@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -103,7 +104,7 @@ class FileJobs:
         self._settings, self._ledger, self._settings_of, self._epoch = settings, ledger, settings_of, epoch
         self._indexes: dict[str, LineIndex] = {}
         self._orders: dict[str, tuple[int, npt.NDArray[np.int64]]] = {}
-        self._told: dict[str, int] = {}
+        self._noted: dict[str, int] = {}
         self._redactor: Redactor | None = None
 
     def feed(self, waiting: Sequence[WaitingRows], now: PolicyTraining) -> bool:
@@ -116,7 +117,7 @@ class FileJobs:
             job = self._ledger.jobs.get(each.job)
             if now.policy.id == job.policy and now.is_stopped:
                 reasons = [one.reason for one in self._ledger.alarms.all() if one.policy == job.policy]
-                reasons += self._ledger.file_rows.dropped(job.policy)
+                reasons += self._ledger.file_rows.count_dropped(job.policy)
                 self._fail(job, reasons[0] if reasons else "its steps were not finite")
                 now.rows.release()
                 changed = True
@@ -210,7 +211,7 @@ class FileJobs:
         line = self._ledger.versions.of(job.policy).now().versions
         ended = [each for each in line if each.state in {VersionState.REJECTED, VersionState.ROLLED_BACK}]
         newest = self._ledger.versions.of(job.policy).newest()
-        dropped = self._ledger.file_rows.dropped(job.policy)
+        dropped = self._ledger.file_rows.count_dropped(job.policy)
         if ended:
             reason = self._ledger.versions.events(ended[-1].version)[-1].reason
             return self._fail(job, f"version {ended[-1].version} of it was {ended[-1].state}: {reason}")
@@ -222,7 +223,7 @@ class FileJobs:
         for reason, rows in dropped.items():
             self._ledger.jobs.note(job.id, f"{rows} rows were not learnt: {reason}", level="warn")
         message = "The job has successfully completed"
-        self._ledger.file_rows.succeed(
+        self._ledger.file_rows.complete(
             self._epoch, job, message, version=newest.version, total_steps=newest.step, rows_taken=job.rows_taken
         )
         self._forget(job)
@@ -236,26 +237,26 @@ class FileJobs:
     def _forget(self, job: Job) -> None:
         self._indexes.pop(job.training_file, None)
         self._orders.pop(job.id, None)
-        self._told.pop(job.id, None)
+        self._noted.pop(job.id, None)
 
     def note_start(self, now: PolicyTraining) -> None:
         """Tell the loss on the validation file before the first step."""
-        if now.job is not None and not now.learner.steps and self._last_told(now.job) < 0:
+        if now.job is not None and not now.learner.steps and self._last_noted(now.job) < 0:
             if (loss := self._validation_loss(now.job, now)) is not None:
                 self._note(now.job, f"Before the first step: full validation loss={loss:.4g}", 0, full_valid_loss=loss)
-            self._told[now.job.id] = 0
+            self._noted[now.job.id] = 0
 
     def note_step(self, now: PolicyTraining) -> None:
         """Tell of a step, unless a trainer that was killed has told of it."""
         job, step, learnt = now.job, now.learner.steps, now.learnt
-        if job is None or step <= self._last_told(job):
+        if job is None or step <= self._last_noted(job):
             return
         loss = learnt["actor/dpo_loss" if job.method == "dpo" else "actor/sft_loss"]
         more = {"train_accuracy": learnt["rewards/accuracies"]} if job.method == "dpo" else {}
         self._note(
             job, f"Step {step}/{max(step, job.total_steps)}: training loss={loss:.4g}", step, train_loss=loss, **more
         )
-        self._told[job.id] = step
+        self._noted[job.id] = step
 
     def note_version(self, now: PolicyTraining) -> None:
         """Tell of a version, with the loss on the validation file."""
@@ -270,25 +271,33 @@ class FileJobs:
     def _note(self, job: Job, message: str, step: int, **figures: float) -> None:
         self._ledger.jobs.note(job.id, message, data={"step": step} | figures)
 
-    def _last_told(self, job: Job) -> int:
+    def _last_noted(self, job: Job) -> int:
         """The last step that was told of; -1 before the first."""
-        if job.id not in self._told:
+        if job.id not in self._noted:
             told = self._ledger.jobs.events(job.id, limit=_LOOKED_THROUGH)
             steps = (
                 each.data["step"] for each in told if each.data and each.data.keys() != {"step", "full_valid_loss"}
             )
-            self._told[job.id] = max(steps, default=0 if any(each.data for each in told) else -1)
-        return self._told[job.id]
+            self._noted[job.id] = max(steps, default=0 if any(each.data for each in told) else -1)
+        return self._noted[job.id]
 
     def _validation_loss(self, job: Job, now: PolicyTraining) -> float | None:
         """The loss on the validation file, by the method; None without one, or where it cannot be told."""
         if job.validation_file is None:
             return None
+
+        def rows() -> Iterator[Sample]:  # Pairs stand side by side.
+            numbers, file = count(), self._settings.job_dir / FILES / str(job.validation_file)
+            for line in file_lines.read_lines(file, job.method):
+                for learnt in learnt_of(line):
+                    with suppress(LineLeftOut):
+                        yield from (held_out(each, next(numbers)) for each in render(learnt, line.tools, now.settings))
+
         total, weight = 0.0, 0
         try:
             now.micro_batch.take_gpu(now.learner)
             now.learner.micro_batch_tokens = now.micro_batch.tokens
-            samples = self._validation_rows(job, now.settings)
+            samples = rows()
             while some := list(islice(samples, _SCORED)):
                 loss, learnt = held_out_loss(now.learner, some)
                 total, weight = total + loss * learnt, weight + learnt
@@ -296,18 +305,6 @@ class FileJobs:
             _log.warning("validation_loss_not_told", job=job.id, reason=str(error))
             return None
         return total / weight if weight else None
-
-    def _validation_rows(self, job: Job, chosen: Settings) -> Iterator[Sample]:
-        """What would be learnt of the validation file. Its pairs stand side by side."""
-        numbers = count()
-        for line in file_lines.read_lines(self._settings.job_dir / FILES / str(job.validation_file), job.method):
-            for learnt in learnt_of(line):
-                try:
-                    answers = render(learnt, line.tools, chosen)
-                except LineLeftOut:
-                    continue
-                for each in answers:
-                    yield held_out(each, next(numbers))
 
 
 def _nothing(job: Job) -> TakenLines:

@@ -209,7 +209,7 @@ class LeasedRows:
             bare = [each.msg_id for each in leased if not len(each.completion_ids)]
             unwritten: Refused = {}
             if bare:  # imported as text
-                leased, unwritten = with_tokens(leased, self._files.written(bare), self._settings)
+                leased, unwritten = with_tokens(leased, self._files.find_texts(bare), self._settings)
             kept, refused = self._recomputation.select(leased, learner, version=version)
             self.held += kept
             for reason, samples in (refused | unwritten).items():

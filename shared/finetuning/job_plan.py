@@ -123,7 +123,17 @@ def plan_job(settings: Settings, method: str, asked: Mapping[str, Any], *, lines
         "trainer.seed": seed % (1 << 31),
     }
     if method == "reinforcement":
-        options |= _of_reinforcement(settings, size, chosen["compute_multiplier"])
+        # The service's own method, if it learns from rewards of samples; else grpo. Each step has a version.
+        own, samples = settings.algorithm, max(2, round(_SAMPLES * chosen["compute_multiplier"]))
+        learns = not own.of_any_reply and own.algorithm_type != "distill"
+        options |= {
+            "algorithm.algorithm_type": own.algorithm_type if learns else "grpo",
+            "buffer.group_by": "task",
+            "buffer.group_size": samples,
+            "buffer.whole_groups_only": False,
+            "buffer.train_batch_size": size * samples,
+            "trainer.save_interval": 1,
+        }
     elif method == "dpo":
         options |= dict(_OF_FILES) | {
             "algorithm.algorithm_type": "dpo",
@@ -149,20 +159,6 @@ def plan_job(settings: Settings, method: str, asked: Mapping[str, Any], *, lines
     except PolicyRefused as error:
         raise JobRefused(f"{method}: {error}") from None
     return JobPlan(options, chosen, lines * epochs, steps * epochs)
-
-
-def _of_reinforcement(settings: Settings, prompts: int, multiplier: float) -> dict[str, Any]:
-    """The service's own method, if it learns from rewards of replies; else grpo. Each step has a version."""
-    algorithm, samples = settings.algorithm, max(2, round(_SAMPLES * multiplier))
-    learns = not algorithm.of_any_reply and algorithm.algorithm_type != "distill"
-    return {
-        "algorithm.algorithm_type": algorithm.algorithm_type if learns else "grpo",
-        "buffer.group_by": "task",
-        "buffer.group_size": samples,
-        "buffer.whole_groups_only": False,
-        "buffer.train_batch_size": prompts * samples,
-        "trainer.save_interval": 1,
-    }
 
 
 def _value(name: str, value: Any) -> Any:

@@ -8,8 +8,7 @@ from tuneloop.shared.ledger.browsing.reply_history import ReplyHistory, RowHisto
 from tuneloop.shared.ledger.export import NO_ANSWER
 from tuneloop.shared.ledger.facts import Facts, Rules
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
-from tuneloop.shared.ledger.recording.reward_rule import EventFate, Fate
-from tuneloop.shared.ledger.recording.rewards import OF_A_FILE, OF_ITS_RESULT
+from tuneloop.shared.ledger.recording.reward_rule import OF_A_FILE, OF_ITS_RESULT, EventFate, Fate
 from tuneloop.shared.operations.diagnosis import Code, Reason, diagnose, moment, number
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.policies import settings_of_policy

@@ -286,6 +286,13 @@ class AlgorithmSettings(Section):
         return self.algorithm_type == "sft" and self.sft.targets != "replies"
 
     @property
+    def of_imported_replies(self) -> bool:
+        """Whether it learns from single replies that nobody sampled here."""
+        imitates = self.algorithm_type == "sft" and self.sft.targets != "demonstrations"
+        alone = self.algorithm_type in {"raft", "kto"}
+        return imitates or alone or (self.algorithm_type == "distill" and self.of_any_reply)
+
+    @property
     def unbounded(self) -> str | None:
         """What lets one stale reply outweigh its whole batch, with its cure; None if nothing does."""
         if self.of_any_reply or self.dual_clip is not None or self.off_policy.bounded or self.algorithm_type == "cispo":

@@ -67,7 +67,7 @@ def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: S
             plain = _plain(message)
         except Unwritable as error:
             raise LineLeftOut(str(error)) from None
-        ids = edited_answer_ids(asked(prompt), json.dumps(plain | {"role": "assistant"}), settings)
+        ids = edited_answer_ids(without_answer(prompt), json.dumps(plain | {"role": "assistant"}), settings)
         if isinstance(ids, str):
             raise LineLeftOut(ids.replace("the edited answer", "the answer"))
         if not prompt:
@@ -136,11 +136,11 @@ def held_out(experience: Experience, number: int) -> Sample:
     """An answer that is learnt from by nobody, under a number of its own."""
     prompt, answer = (np.frombuffer(each, "<i4") for each in (experience.prompt_ids, experience.completion_ids))
     return msgspec.structs.replace(
-        asked(prompt.tolist(), number), completion_ids=answer, logprobs=np.zeros(len(answer), np.float32)
+        without_answer(prompt.tolist(), number), completion_ids=answer, logprobs=np.zeros(len(answer), np.float32)
     )
 
 
-def asked(prompt: Sequence[int], number: int = 0) -> Sample:
+def without_answer(prompt: Sequence[int], number: int = 0) -> Sample:
     """A prompt that nobody has answered."""
     return Sample(
         id=number,

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from sqlalchemy import func, select, true
 
 from tuneloop.shared.experience import Outcome, State, VersionState
-from tuneloop.shared.ledger.recording.reward_rule import rule_of
-from tuneloop.shared.ledger.recording.rewards import OF_NO_FEEDBACK, FeedbackHistory, Rewards, read_history
+from tuneloop.shared.ledger.recording.reward_rule import OF_NO_FEEDBACK, rule_of
+from tuneloop.shared.ledger.recording.rewards import FeedbackHistory, Rewards, read_history
 from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions
 from tuneloop.shared.ledger.storage.schema import (
     deletions,

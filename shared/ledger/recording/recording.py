@@ -52,9 +52,8 @@ from tuneloop.shared.ledger.recording.feedback import (
     store_feedback,
 )
 from tuneloop.shared.ledger.recording.retention import deleted_among, names_in, not_erased
-from tuneloop.shared.ledger.recording.reward_rule import CUT_OFF, OF_RUNS, RETRIED, RUN
+from tuneloop.shared.ledger.recording.reward_rule import CUT_OFF, OF_A_FILE, OF_RUNS, RETRIED, RUN
 from tuneloop.shared.ledger.recording.rewards import (
-    OF_A_FILE,
     TRAJECTORY,
     Rewards,
     Trajectory,

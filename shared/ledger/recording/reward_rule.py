@@ -96,6 +96,16 @@ class EventFate(NamedTuple):
     replaced_by: int | None = None
 
 
+#: The rule of a call without feedback of its own: it has the reward of its run's last one.
+OF_ITS_RESULT = '{"of":"the last call of its run"}'
+
+#: The rule of a row of a file: the file says what is learnt.
+OF_A_FILE = '{"of":"a line of a file"}'
+
+#: These are no rules of feedback.
+OF_NO_FEEDBACK = frozenset({OF_ITS_RESULT, OF_A_FILE})
+
+
 def definition(rule: RewardRule) -> str:
     """The rule in words that are the same for the same rule: canonical JSON."""
     values = rule.model_dump(mode="json")

@@ -14,6 +14,7 @@ from sqlalchemy import Connection, and_, bindparam, case, func, insert, or_, sel
 
 from tuneloop.shared.experience import Kind, Outcome, Rater, State, TrustedRaters, rater_of, steady_clock, voice_of
 from tuneloop.shared.ledger.recording.reward_rule import (
+    OF_NO_FEEDBACK,
     RETRIED,
     Event,
     EventFate,
@@ -561,15 +562,6 @@ class Rewards:
             connection.execute(update(experiences).where(experiences.c.id.in_(portion)).values(back))
         self.compute_corrected(connection, {row.msg_id for row in rows})
 
-
-#: The rule of a call without feedback of its own: it has the reward of its run's last one.
-OF_ITS_RESULT = '{"of":"the last call of its run"}'
-
-#: The rule of a row of a file: the file says what is learnt.
-OF_A_FILE = '{"of":"a line of a file"}'
-
-#: These are no rules of feedback.
-OF_NO_FEEDBACK = frozenset({OF_ITS_RESULT, OF_A_FILE})
 
 _RULE_OF = select(reward_rules.c.id).where(reward_rules.c.definition == bindparam("its_definition"))
 

@@ -13,7 +13,8 @@ from tuneloop.shared.errors import JobRefused
 from tuneloop.shared.experience import Exchange, JobState, PolicyState, State
 from tuneloop.shared.ledger.jobs import Job, change_state, job_of, note_event
 from tuneloop.shared.ledger.recording.retention import deleted_among
-from tuneloop.shared.ledger.recording.rewards import OF_A_FILE, id_of_rule
+from tuneloop.shared.ledger.recording.reward_rule import OF_A_FILE
+from tuneloop.shared.ledger.recording.rewards import id_of_rule
 from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row, unpack_text
 from tuneloop.shared.ledger.storage.database import LedgerPart, again_after_deadlock, alone, portions, put
 from tuneloop.shared.ledger.storage.job_schema import jobs
@@ -129,7 +130,7 @@ class FileRows(LedgerPart):
                     released += connection.execute(these.values(committed | reward)).rowcount
         return released
 
-    def written(self, msg_ids: Collection[str]) -> dict[str, WrittenReply]:
+    def find_texts(self, msg_ids: Collection[str]) -> dict[str, WrittenReply]:
         """What these replies, that were imported, say; by their names."""
         columns = (exchanges.c.msg_id, exchanges.c.request, experiences.c.text, experiences.c.tool_calls)
         chosen = select(*columns).join(experiences, experiences.c.msg_id == exchanges.c.msg_id)
@@ -145,7 +146,7 @@ class FileRows(LedgerPart):
         )
         return any(self._read(select(*counted))[0])
 
-    def dropped(self, policy: int) -> dict[str, int]:
+    def count_dropped(self, policy: int) -> dict[str, int]:
         """How many rows of a policy are out of training for good, by the reason."""
         reasons = select(experiences.c.reason, func.count()).where(experiences.c.state == State.DROPPED)
         found = self._read(reasons.where(experiences.c.policy == policy).group_by(experiences.c.reason))
@@ -157,7 +158,7 @@ class FileRows(LedgerPart):
         rows = self._read(select(jobs).where(jobs.c.policy == policy, jobs.c.state.not_in(over)))
         return job_of(rows[0]) if rows else None
 
-    def succeed(self, epoch: int, job: Job, message: str, **values: Any) -> None:
+    def complete(self, epoch: int, job: Job, message: str, **values: Any) -> None:
         """End a job with a version. Its policy is trained no more, and answers."""
         self._end(epoch, job, JobState.SUCCEEDED, message, values)
 

@@ -13,7 +13,8 @@ from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, select,
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.recording.retention import regroup
-from tuneloop.shared.ledger.recording.rewards import OF_ITS_RESULT, id_of_rule
+from tuneloop.shared.ledger.recording.reward_rule import OF_ITS_RESULT
+from tuneloop.shared.ledger.recording.rewards import id_of_rule
 from tuneloop.shared.ledger.storage.database import portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, reward_rules
 

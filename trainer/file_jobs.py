@@ -5,8 +5,8 @@ so that memory does not depend on the file; and those of an epoch only when all 
 Where a trainer goes on is written with the rows: `rows_taken` counts the lines of all epochs.
 """
 
+import os
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -79,7 +79,8 @@ class LineIndex(NamedTuple):
     def read(self, numbers: Sequence[int], method: str) -> Iterator[FileLine]:
         """These lines, counted from 0, but for empty ones. Raises FileRefused for a mistake, OSError."""
         kept: list[int] = []
-        with self.file.open("rb") as source, tempfile.NamedTemporaryFile(suffix=".jsonl") as beside:
+        # A file in memory: the disk may be full.
+        with self.file.open("rb") as source, os.fdopen(os.memfd_create("lines"), "wb") as beside:
             for number in numbers:
                 source.seek(self.places[number])
                 line = source.read(int(self.places[number + 1] - self.places[number])).strip()
@@ -88,7 +89,7 @@ class LineIndex(NamedTuple):
                     beside.write(line + b"\n")
             beside.flush()
             try:
-                for found in file_lines.read_lines(Path(beside.name), method) if kept else ():
+                for found in file_lines.read_lines(Path(f"/proc/self/fd/{beside.fileno()}"), method) if kept else ():
                     yield msgspec.structs.replace(found, number=kept[found.number - 1])
             except FileRefused as error:
                 told = re.sub(r"\bline (\d+)", lambda match: f"line {kept[int(match[1]) - 1]}", str(error))

@@ -37,6 +37,7 @@ UNDERSTOOD = {
     "tuneloop debug": "tests/runner/tuning/debugging runs it, with workflows",
     "tuneloop tune": "tests/runner/tuning runs it, with tasks",
     "tuneloop restore": "it wants the place empty: tests/cli/data/test_backup_commands.py",
+    "tuneloop finetune": "it trains: tests/trainer/test_learnt_files.py",
     "tuneloop import": "no file is there: tests/cli/data/test_import.py",
     "tuneloop db adopt": "no ledger was put back: tests/shared/operations",
     "tuneloop keys revoke": "no such key is there: tests/cli/operations/test_keys.py",

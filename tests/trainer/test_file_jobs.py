@@ -14,7 +14,7 @@ import yaml
 
 from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer import fine_tuning
-from tests.trainer.factories import commit, sample
+from tests.trainer.factories import Waited, commit, sample
 from tests.trainer.fine_tuning import LORA, conversation, create_job, lines_of_rows, preference
 from tuneloop.shared.errors import NotFinite
 from tuneloop.shared.experience import JobState, PolicyState, State
@@ -182,31 +182,51 @@ def test_a_job_that_cannot_go_on_fails_with_a_sentence(adapted, ledger, train, c
     assert counts[State.COMMITTED] == counts[State.LEASED] == 0
 
 
-def test_what_is_paused_stands_still_and_goes_on_where_it_was(adapted, ledger, train, monkeypatch):
-    monkeypatch.setattr(file_jobs, "_LINES", 4)
-    monkeypatch.setattr(file_jobs, "_BATCHES", 1)
+@pytest.fixture
+def until_told(adapted, ledger, monkeypatch):
+    """Trains until an event of a job begins so, and then brings the job to a state, as the API does."""
+
+    def train(chosen, job, begin, state):
+        note = ledger.jobs.note
+
+        def change(job_id, message, **how):
+            note(job_id, message, **how)
+            if message.startswith(begin):
+                ledger.jobs.change(job_id, state, "Somebody said so")
+                ledger.policies.pause(job.policy)
+
+        monkeypatch.setattr(file_jobs, "_LINES", 4)
+        monkeypatch.setattr(file_jobs, "_BATCHES", 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(ledger.jobs, "note", change)
+            waited = Waited()
+            patched.setattr(waited, "is_set", lambda: waited.has_waited and ledger.jobs.get(job.id).state is state)
+            TrainingLoop(chosen, ledger, waited).run()
+
+    return train
+
+
+def test_what_is_paused_stands_still_and_goes_on_where_it_was(adapted, ledger, train, until_told):
     chosen = adapted()
     job = create_job(chosen, ledger, [conversation(n) for n in range(12)])
-    note = ledger.jobs.note
-
-    def paused(job_id, message, **how):
-        note(job_id, message, **how)
-        if message.startswith("Step 2/"):
-            ledger.jobs.change(job_id, JobState.PAUSED, "Paused")
-            ledger.policies.pause(job.policy)
-
-    monkeypatch.setattr(ledger.jobs, "note", paused)
-    stop = Event()
-    monkeypatch.setattr(stop, "is_set", lambda: ledger.jobs.get(job.id).state is JobState.PAUSED)
-    TrainingLoop(chosen, ledger, stop).run()
+    until_told(chosen, job, "Step 2/", JobState.PAUSED)
+    assert ledger.versions.of(job.policy).newest().step == 2
     assert len(lines_of_rows(ledger)) <= 12
-    monkeypatch.undo()
-    monkeypatch.setattr(file_lines, "read_lines", fine_tuning.read_lines)
-    ledger.policies.pause(job.policy, paused=False)
     ledger.jobs.change(job.id, JobState.QUEUED, "Resumed")
+    ledger.policies.pause(job.policy, paused=False)
     train(chosen)
     assert ledger.jobs.get(job.id).state is JobState.SUCCEEDED
     assert Counter(name.split(":")[0] for name, _, _ in lines_of_rows(ledger)) == {str(n): 2 for n in range(1, 13)}
+
+
+def test_what_is_cancelled_stops_at_once_and_keeps_its_versions(adapted, ledger, until_told):
+    chosen = adapted()
+    job = create_job(chosen, ledger, [conversation(n) for n in range(12)])
+    until_told(chosen, job, "Step 5/", JobState.CANCELLED)
+    versions = [each.step for each in ledger.versions.of(job.policy).now().versions if each.consumed]
+    assert versions == [3, 5]
+    assert all(each.path.exists() for each in ledger.versions.of(job.policy).now().versions)
+    assert sum(version is not None for _, _, version in lines_of_rows(ledger)) == 20
 
 
 def test_a_cancelled_job_takes_no_more_rows(adapted, ledger, train):

@@ -80,9 +80,10 @@ def main() -> int:
         "trl": [theirs[0], theirs[-1]],
     }
     if options.items:
-        path = ledger.versions.get(told["version"]).path
+        version = ledger.versions.get(told["version"])
+        assert version is not None
         base = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
-        served = PeftModel.from_pretrained(base, path / "actor").eval()
+        served: Any = PeftModel.from_pretrained(base, version.path / "actor").eval()
         for name, each in (("ours_right", served), ("trl_right", trained)):
             result[name] = Player(Sums(), each, words, seed=7).evaluate(seed=11, runs=options.items)
     ledger.close()

@@ -59,7 +59,7 @@ def lines(job: Job, *numbers: int, before: int = 0, rewards: tuple[float, ...] =
 
 
 def rows_of(ledger: Ledger) -> list[Any]:
-    return ledger.transactions.read(select(experiences).order_by(experiences.c.id))
+    return list(ledger.transactions.read(select(experiences).order_by(experiences.c.id)))
 
 
 def test_rows_are_written_with_how_far_the_file_was_taken(ledger: Ledger, job: Job) -> None:

@@ -22,6 +22,9 @@ from tuneloop.trainer.batches.edited_answers import Unwritable, edited_answer_id
 from tuneloop.trainer.batches.selection import Refused, longest_of
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 
+#: Roles whose messages instruct.
+_INSTRUCTING = ("system", "developer")
+
 
 class LearntAnswer(NamedTuple):
     """Answers to one prompt: one, or a preferred and a rejected one; each with its reward."""
@@ -51,16 +54,28 @@ def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: S
     longest = settings.model.max_model_len or longest_of(settings.model.model_path)
     if words.chat_template is None:
         raise LineLeftOut("the model has no chat template")
+    prompt, reason = list[int](), "it loses an instruction"
     try:
-        written = words.apply_chat_template(
-            [_plain(each) for each in learnt.messages],
-            tools=list[Any](tools) if tools else None,
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-        prompt = words.encode(str(written), add_special_tokens=False)
-    except (TemplateError, Unwritable, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise LineLeftOut(f"the chat template does not write it: {error}") from None
+        turns = [_plain(each) for each in learnt.messages]
+        instructions = [each["content"] for each in turns if each["role"] in _INSTRUCTING]
+        others = [each for each in turns if each["role"] not in _INSTRUCTING]
+        # Where a template loses or refuses instructions, the explorer merges them, and so does this.
+        merged = [{"role": "system", "content": "\n\n".join(filter(None, instructions))}, *others]
+        for each in (turns, merged) if instructions else (turns,):
+            try:
+                written = words.apply_chat_template(
+                    each, tools=list[Any](tools) if tools else None, add_generation_prompt=True, tokenize=False
+                )
+            except TemplateError as error:
+                reason = str(error)
+                continue
+            if all(text.strip() in str(written) for text in instructions):
+                prompt = words.encode(str(written), add_special_tokens=False)
+                break
+    except (Unwritable, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        reason = str(error)
+    if not prompt:
+        raise LineLeftOut(f"the chat template does not write it: {reason}")
     found = []
     for choice, message in enumerate(learnt.answers):
         try:
@@ -70,8 +85,6 @@ def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: S
         ids = edited_answer_ids(without_answer(prompt), json.dumps(plain | {"role": "assistant"}), settings)
         if isinstance(ids, str):
             raise LineLeftOut(ids.replace("the edited answer", "the answer"))
-        if not prompt:
-            raise LineLeftOut("the prompt has no tokens")
         if len(prompt) + len(ids) > longest:
             raise LineLeftOut(f"too long: {len(prompt) + len(ids)} tokens, and the model takes {longest:.0f}")
         calls = message.get("tool_calls")

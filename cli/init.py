@@ -229,6 +229,7 @@ def _text(choice: Setup) -> str:
         *([rate] if rank else []),
         "buffer:",
         "  train_batch_size: 32           # rewarded replies to a step",
+        "  commit: auto                   # trained on 30 s after the last feedback; manual: after POST /commit",
         "trainer:",
         f"  save_interval: {choice.interval}               # steps to a version: publishing takes no longer",
         f"  micro_batch_tokens: {choice.micro_batch}       # tokens at once: less memory, more time with fewer",

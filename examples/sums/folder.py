@@ -167,6 +167,7 @@ def _settings(root: Path, *, seed: int, port: int) -> dict[str, Any]:
         },
         "buffer": {
             "train_batch_size": BATCH,
+            "commit": "auto",
             "trainer_input": {"experience_buffer": {"name": "sums", "storage_type": "sql"}},
         },
     }

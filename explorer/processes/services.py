@@ -30,6 +30,7 @@ from tuneloop.explorer.finetuning.line_checks import LineChecks
 from tuneloop.explorer.finetuning.reinforcement import ReinforcementJobs
 from tuneloop.explorer.finetuning.stored_bytes import sweep_files
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
+from tuneloop.explorer.processes.commit_timer import CommitTimer
 from tuneloop.explorer.processes.forgetting import Forgetting
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
 from tuneloop.explorer.processes.stop_watch import StopWatch, WatchedWorkers
@@ -243,10 +244,10 @@ async def open_control_services(
         CandidateEvaluation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader).run(),
         canary_controller.run(),
         serving.run(),
-        LineChecks(settings, ledger, metrics=metrics).run(),
         attestation.run(),
         key_watch.run(metrics),
         *([judging.run(interval_s)] if judging else []),
+        CommitTimer(settings, ledger, wait_until_taken=services.wait_until_taken, metrics=metrics).run(),
         *([sleep.run()] if sleep else []),
         *_supervision(services, ledger, sockets, attestation, sleep),
     ]
@@ -256,7 +257,8 @@ def _fine_tuning(services: ControlServices) -> list[Task]:
     settings, ledger, metrics, audience = services.settings, services.ledger, services.metrics, services.audience
     taken = services.wait_until_taken
     jobs = ReinforcementJobs(settings, ledger, metrics=metrics, find_url=lambda: audience.url, wait_until_taken=taken)
-    return [sweep_files(settings, ledger, metrics), jobs.run()]
+    checks = LineChecks(settings, ledger, metrics=metrics)
+    return [checks.run(), sweep_files(settings, ledger, metrics), jobs.run()]
 
 
 def _open_version_log(services: ControlServices, stack: AsyncExitStack, interval_s: float) -> VersionLog:

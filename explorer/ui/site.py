@@ -52,7 +52,13 @@ class Site:
         self.settings, self.ledger = settings, ledger
         ended = EndedSessions(settings.job_dir / ENDED_SESSIONS)
         self.guard = SessionGuard(gate, load_key(settings.job_dir / KEY), ended)
-        self.renderer = Renderer(project=settings.project, experiment=settings.name, ui=PATH, pages=PAGES)
+        self.renderer = Renderer(
+            project=settings.project,
+            experiment=settings.name,
+            ui=PATH,
+            pages=PAGES,
+            automatic=settings.buffer.commit == "auto",
+        )
 
     def show(self, request: Request, template: str, status: int = 200, **context: Any) -> Response:
         """A page for who may see it. Raises RequestRefused for others."""

@@ -1,4 +1,4 @@
-"""Keep files, and fine-tuning jobs that learn from them."""
+"""Keep files, and fine-tuning jobs that learn from them; find what is committed by itself."""
 
 from alembic import op
 from sqlalchemy import (
@@ -109,3 +109,4 @@ def upgrade() -> None:
     for table in ("files", "uploads", "jobs"):
         op.create_index(f"ix_{table}_tenant_created_at_id", table, ["tenant", "created_at", "id"])
     op.create_index("ix_job_events_job_id", "job_events", ["job", "id"])
+    op.execute("CREATE INDEX ix_experiences_rewarded ON experiences (policy, rewarded_at, id) WHERE state = 'rewarded'")

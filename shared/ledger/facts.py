@@ -82,7 +82,7 @@ class LedgerFacts:
     waits and was sampled lately, `unsampled` are not samples of the policy, where the trainer takes nothing else;
     `unfit` counts all such rows that wait, by state and reason. `edited` committed rows have an edited answer and no
     reward, where the method learns from rewards alone. `purged` trained rows are deleted. The leases began no earlier
-    than `leased_since`.
+    than `leased_since`. What is rewarded and not committed was rewarded at `rewarded_since` or later.
     """
 
     states: Mapping[State, StateCount]
@@ -94,6 +94,7 @@ class LedgerFacts:
     edited: int = 0
     unfit: tuple[DropCount, ...] = ()
     leased_since: float | None = None
+    rewarded_since: float | None = None
     pending: int = 0
     pending_since: float | None = None
     versions: int = 0
@@ -133,6 +134,8 @@ class Rules(NamedTuple):
     method: str = "ppo"
     #: Whether candidates wait for their evaluation.
     gated: bool = False
+    #: Whether rows are committed by themselves.
+    automatic: bool = False
 
     @property
     def least(self) -> int:
@@ -152,6 +155,7 @@ class Rules(NamedTuple):
             steps.batch_timeout,
             settings.algorithm.algorithm_type,
             settings.gate.mode != "off",
+            settings.buffer.commit == "auto",
         )
 
 

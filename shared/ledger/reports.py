@@ -14,6 +14,7 @@ from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, al
 from tuneloop.shared.ledger.storage.schema import (
     COMMITTED,
     EDITED,
+    REWARDED,
     epochs,
     exchanges,
     experience_counts,
@@ -192,6 +193,10 @@ class Reports(LedgerPart):
             began = [trainer.started_at] if trainer else []
             began += [weights.registered_at] if weights else []
             leased_since = max([committed_at or 0.0, *began])
+        rewarded_since = None
+        if State.REWARDED in states:
+            waiting = text(REWARDED), experiences.c.policy == rules.policy
+            rewarded_since = self._read(select(func.min(experiences.c.rewarded_at)).where(*waiting))[0][0]
         oldest = {State.COMMITTED: since, State.LEASED: leased}
         return LedgerFacts(
             states={state: each._replace(oldest=oldest.get(state, each.oldest)) for state, each in states.items()},
@@ -203,6 +208,7 @@ class Reports(LedgerPart):
             edited=0 if rules.edited else self._read(_EDITED_COMMITTED)[0][0],
             unfit=() if rules.any_reply else self._most_frequent(drops, experiences.c.unsampled, _WAITING),
             leased_since=leased_since,
+            rewarded_since=rewarded_since,
             pending=pending,
             pending_since=pending_since,
             versions=count,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import ExplorerFacts, Facts, LedgerFacts, Standstill
+from tuneloop.shared.ledger.training.automatic_commit import QUIET_S
 from tuneloop.shared.logging import visible
 
 #: Records that have waited in the outbox for so many seconds are stuck.
@@ -293,11 +294,14 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         return
     yield from _before_feedback(ledger, facts.rules.ignored_feedback)
     rewarded, expired = ledger.count(State.REWARDED).rows, ledger.count(State.EXPIRED).lately
+    commit = "" if facts.rules.automatic else " and commit them"
     if rewarded:
-        yield Reason(
-            Code.NOT_COMMITTED,
-            f"{number(rewarded, 'experience')} with a reward or an edited answer, but not committed: POST /commit",
-        )
+        by = "POST /commit"
+        if facts.rules.automatic:
+            at = None if ledger.rewarded_since is None else ledger.rewarded_since + QUIET_S
+            by = f"{when_committed(facts.rules.group_by, at, 'the first')}, and POST /commit hurries it"
+        waits = f"{number(rewarded, 'experience')} with a reward or an edited answer, but not committed"
+        yield Reason(Code.NOT_COMMITTED, f"{waits}: {by}")
     bounds = "trainer.max_staleness"
     if expired and not ledger.count(State.COMMITTED).rows + ledger.count(State.LEASED).rows:
         yield Reason(
@@ -315,13 +319,13 @@ def _of_the_batch(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
         yield Reason(
             Code.GROUPS_INCOMPLETE,
             f"{_waits(ledger.ungrouped, 'committed experience')} until their {facts.rules.group_by} is complete:"
-            " give feedback on its other replies and commit them, or wait for buffer.group_timeout",
+            f" give feedback on its other replies{commit}, or wait for buffer.group_timeout",
         )
     if ready:
         missing = f"a step takes {size}, {ready} can be had now"
         yield Reason(
             Code.BATCH_NOT_FULL,
-            f"{missing}: give feedback on more replies and commit them, or lower buffer.train_batch_size",
+            f"{missing}: give feedback on more replies{commit}, or lower buffer.train_batch_size",
         )
 
 
@@ -373,6 +377,17 @@ def _of_the_versions(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
     if since is not None and not holding and facts.now - since > VERSION_WAITS_S:
         told = f"a version has waited to be served for {ago(facts.now, since)}: see the explorer's alarms and log, and"
         yield Reason(Code.VERSION_NOT_SERVED, f"{told} that checkpoint_root_dir is the same folder there as here")
+
+
+def when_committed(group_by: str, at: float | None, what: str = "it") -> str:
+    """When a running explorer commits by itself what is due at a time, as far as that is known."""
+    told = f"{what} is released by itself" + ("" if at is None else f" at {moment(at)}")
+    if group_by != "none":
+        whole = (
+            "both replies of its preference have" if group_by == "preference" else f"all replies of its {group_by} have"
+        )
+        told += f" at the earliest, when {whole} a reward, or after buffer.group_timeout"
+    return told
 
 
 def number(count: int, noun: str) -> str:

@@ -9,7 +9,8 @@ from tuneloop.shared.ledger.export import NO_ANSWER
 from tuneloop.shared.ledger.facts import Facts, Rules
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.reward_rule import OF_A_FILE, OF_ITS_RESULT, EventFate, Fate
-from tuneloop.shared.operations.diagnosis import Code, Reason, diagnose, moment, number
+from tuneloop.shared.ledger.training.automatic_commit import due_at
+from tuneloop.shared.operations.diagnosis import Code, Reason, diagnose, moment, number, when_committed
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
@@ -262,7 +263,12 @@ class _Explainer:
             result = ", or on its run's last call" if self._batch_rules.by_result else ""
             yield Reason(Code.NO_FEEDBACK, f"no feedback on it counts: POST /feedback on it{result}")
         elif row.state is State.REWARDED:
-            yield Reason(Code.NOT_COMMITTED, "it is not committed: POST /commit")
+            told = "it is not committed: POST /commit"
+            if self._batch_rules.automatic and row.rewarded_at is not None:
+                heard = [at for each, _ in row.feedback.events for at in (each.received_at, each.repeated_at) if at]
+                at = due_at(heard, row.rewarded_at)
+                told = f"{when_committed(self._batch_rules.group_by, at)}, and POST /commit hurries it"
+            yield Reason(Code.NOT_COMMITTED, told)
         elif row.state is State.COMMITTED:
             yield from self._find_waits_of_committed(row)
         elif row.trained is not None and row.trained.served_at is None:
@@ -281,7 +287,8 @@ class _Explainer:
         if batch_rules.group_by != "none" and row.group_id is None:
             yield Reason(
                 Code.GROUPS_INCOMPLETE,
-                f"its {batch_rules.group_by} is not complete: give feedback on its other replies and commit them",
+                f"its {batch_rules.group_by} is not complete: give feedback on its other replies"
+                + ("" if batch_rules.automatic else " and commit them"),
             )
         facts = self._ledger.reports.facts(batch_rules, batch=self._rules.least)
         for reason in diagnose(Facts(now=now, rules=self._rules, outbox=self._outbox(), ledger=facts)):

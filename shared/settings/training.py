@@ -111,6 +111,9 @@ class BufferSettings(Section):
 
     train_batch_size: Positive = 32
     """Experiences of one step. _Train._"""
+    commit: Literal["auto", "manual"] = "manual"
+    """How rewarded replies are released to the trainer. `manual`: by `POST /commit`. `auto`: [by
+    themselves](feedback.md#commit) as well, 30 s after the last feedback about them. _Serve._"""
     order: Literal["oldest", "freshest", "priority"] = "oldest"
     """Which committed experiences come first: the oldest, the newest, or those with the highest `metadata.priority` in
     their request (0 unless given; the oldest first among equals). _Train._"""

@@ -80,8 +80,8 @@ def partial(name: str, *columns: ColumnElement[Any], where: str, unique: bool = 
     Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
 
 
-#: Says the same as the partial indexes of what the trainer may take.
-COMMITTED = f"state = '{State.COMMITTED}'"
+#: Say the same as the partial indexes of what the trainer may take, and of what may be committed.
+COMMITTED, REWARDED = f"state = '{State.COMMITTED}'", f"state = '{State.REWARDED}'"
 
 #: Says the same as the partial index of the exchanges that are listed as stored completions.
 CHAT = "endpoint = '/v1/chat/completions'"
@@ -367,6 +367,7 @@ partial(
     where="task_id IS NOT NULL",
 )
 partial("ix_experiences_trained_version", experiences.c.trained_version, where="trained_version IS NOT NULL")
+partial("ix_experiences_rewarded", *(experiences.c[name] for name in ("policy", "rewarded_at", "id")), where=REWARDED)
 partial("ix_experiences_leased", experiences.c.lease_epoch, where="state = 'leased'")
 # One for each order in which a batch is taken, so that a claim costs the same whatever waits.
 partial("ix_experiences_committed", experiences.c.policy, experiences.c.tenant, experiences.c.id, where=COMMITTED)
@@ -383,10 +384,7 @@ partial("ix_experiences_waiting", experiences.c.policy, experiences.c.committed_
 partial("ix_experiences_committed_by_age", experiences.c.sampled_at, where=COMMITTED)
 partial(
     "ix_experiences_grouped",
-    experiences.c.policy,
-    experiences.c.tenant,
-    experiences.c.group_id,
-    experiences.c.id,
+    *(experiences.c[name] for name in ("policy", "tenant", "group_id", "id")),
     where=f"{COMMITTED} AND group_id IS NOT NULL",
 )
 partial("ix_experiences_ungrouped", experiences.c.policy, experiences.c.id, where=f"{COMMITTED} AND group_id IS NULL")

@@ -38,7 +38,8 @@ class BatchRules(NamedTuple):
     `any_reply`: also of replies that are not samples of the policy. `edited`: also of those that were edited and not
     rated. `by_result`: a run's last call says how it went, so
     those before it need no feedback. `max_rater_share`: the part of a batch that one rater's word may make up.
-    `max_backlog`: so many committed experiences stay when a version is registered.
+    `max_backlog`: so many committed experiences stay when a version is registered. `automatic`: rows were committed as
+    soon as they might, so that groups time out by their rewards.
     """
 
     policy: int = 0
@@ -54,6 +55,7 @@ class BatchRules(NamedTuple):
     by_result: bool = False
     max_rater_share: float = 1.0
     max_backlog: int | None = None
+    automatic: bool = False
     trusted_raters: TrustedRaters = TrustedRaters()
 
     @classmethod
@@ -74,6 +76,7 @@ class BatchRules(NamedTuple):
             by_result=settings.algorithm.by_result,
             max_rater_share=settings.feedback.max_rater_share,
             max_backlog=buffer.max_backlog and buffer.max_backlog * buffer.train_batch_size,
+            automatic=buffer.commit == "auto",
             trusted_raters=settings.feedback.all_trusted(settings.judge),
         )
 
@@ -266,6 +269,7 @@ _COLUMNS = tuple(
         "reward",
         "reward_rule",
         "sampled_at",
+        "rewarded_at",
         "correction",
     )
 )
@@ -313,6 +317,12 @@ def _set(connection: Connection, rows: Iterable[Any], **values: object) -> None:
         connection.execute(update(experiences).where(experiences.c.id.in_(portion), _COMMITTED).values(values))
 
 
+def _since(rows: Iterable[Any], rules: BatchRules) -> float:
+    """Since when a group waits for what it lacks."""
+    times = (min(row.committed_at, row.rewarded_at) if rules.automatic else row.committed_at for row in rows)
+    return float(min(times))
+
+
 def _join(connection: Connection, groups: Collection[Sequence[Any]]) -> None:
     """Make groups of committed rows. One that new feedback has changed since they were read waits for the next look."""
     there = lock_rows(connection, {row.id for rows in groups for row in rows})
@@ -354,7 +364,7 @@ def _gather_the_named(
     complete: list[list[Any]] = []
     for key, rows in found.items():
         runs = len({(row.run_id if row.run_id is not None else f"{row.msg_id}:{row.choice}") for row in rows})
-        timed_out = now - min(row.committed_at for row in rows) >= rules.group_timeout
+        timed_out = now - _since(rows, rules) >= rules.group_timeout
         if (runs >= enough and key not in waiting) or (timed_out and runs >= least):
             complete.append(rows)
         elif timed_out:
@@ -379,8 +389,8 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], rules: B
     Preferences that share a reply make one group, up to MAX_CONNECTED rows. One that comes before the group of its
     reply is taken widens it.
     """
-    events = _preferences(connection, {row.msg_id for row in alone})
-    ends = list(_ends(connection, events))
+    events = standing_preferences(connection, {row.msg_id for row in alone})
+    ends = list(ends_of(connection, events))
     ready = {row.id: row for row in chain(alone, *chain.from_iterable(ends)) if _is(row, (State.COMMITTED,), rules)}
     groups: dict[int, list[int]] = defaultdict(list)
     for portion in portions({row.group_id for row in ready.values()} - {None}):  # those that are gathered already
@@ -397,9 +407,9 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], rules: B
         if better and worse:
             links.append([*better, *worse])
     complete: list[list[Any]] = []
-    for ids in _connected_sets(ready, links):
+    for ids in connected_sets(ready, links):
         rows = [ready[id_] for id_ in ids]
-        timed_out = now - min(row.committed_at for row in rows) >= rules.group_timeout
+        timed_out = now - _since(rows, rules) >= rules.group_timeout
         if len(rows) > 1 and (timed_out or waiting.isdisjoint(ids)):
             complete.append(rows)
         elif timed_out:
@@ -409,7 +419,7 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], rules: B
     _join(connection, complete)
 
 
-def _preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:
+def standing_preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:
     """The preferences that name any of the replies, but for those that were taken back."""
     by_id: dict[int, Any] = {}
     for name in (feedback.c.msg_id, feedback.c.other_msg_id):
@@ -434,7 +444,7 @@ def _is(row: Any, states: Collection[State], rules: BatchRules) -> bool:
     )
 
 
-def _ends(connection: Connection, events: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
+def ends_of(connection: Connection, events: Sequence[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
     """For each preference the rows of the better reply and those of the worse one, as far as they are there."""
     names = {name for event in events for name in (event.msg_id, event.other_msg_id)}
     rows: dict[tuple[str, str], list[Any]] = defaultdict(list)
@@ -450,10 +460,10 @@ def _of_choice(rows: Iterable[Any], choice: int | None) -> list[Any]:
     return [row for row in rows if choice in (None, row.choice)]
 
 
-def _connected_sets(ids: Iterable[int], links: Iterable[Collection[int]]) -> list[set[int]]:
+def connected_sets(ids: Iterable[int], links: Iterable[Collection[int]]) -> list[set[int]]:
     """What the links connect, each in one set. A link between sets that together are too large connects nothing.
 
-    >>> _connected_sets([1, 2, 3, 4, 5], [[1, 4], [2, 3], [3, 1]])
+    >>> connected_sets([1, 2, 3, 4, 5], [[1, 4], [2, 3], [3, 1]])
     [{1, 2, 3, 4}, {5}]
     """
     set_of = {id_: {id_} for id_ in ids}

@@ -364,6 +364,7 @@ def test_the_settings_make_the_rules(tmp_path: Path) -> None:
         judge={"url": "http://judge", "model": "m"},
     )
     others = {"least_runs": 3, "any_reply": False, "edited": False, "by_result": False, "max_backlog": 48, "policy": 0}
+    others["automatic"] = False
     assert BatchRules.of(settings)._asdict() == chosen | bounds | raters | others
     unset = BatchRules.of(Settings(model={"model_path": tmp_path}))
     assert unset == BatchRules(max_rater_share=0.1, max_backlog=8 * 32)

@@ -12,7 +12,7 @@ from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Feedback, Kind, Sample, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.training.groups import _preferences
+from tuneloop.shared.ledger.training.groups import standing_preferences
 
 Take = Callable[..., list[Sample]]
 
@@ -231,7 +231,7 @@ def test_what_preferences_there_are_is_looked_up_in_indexes(engine: Engine) -> N
                 asked.append(str(connection.exec_driver_sql(f"{explain} {sql}").all()))
                 return iter(())
 
-        assert _preferences(Listening(), {"chatcmpl-1"}) == []  # type: ignore[arg-type]
+        assert standing_preferences(Listening(), {"chatcmpl-1"}) == []  # type: ignore[arg-type]
     assert len(asked) == 2
     assert "ix_feedback_msg_id_received_at" in asked[0] or "ix_feedback_other_msg_id" in asked[0]
     assert "ix_feedback_other_msg_id" in asked[1]

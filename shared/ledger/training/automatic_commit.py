@@ -1,0 +1,255 @@
+"""Commits by itself what has its reward, as `buffer.commit: auto` says.
+
+A row is due QUIET_S after the last feedback about it or its run, and AT_LATEST_S after the first at the latest. What is
+trained on together is committed together: a run, the runs of a task or both replies of a preference, when none of their
+replies waits for feedback, or `group_timeout` after the first feedback about them. All that decides is in the ledger.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from sqlalchemy import ColumnElement, Connection, and_, exists, or_, select, text, tuple_, update
+
+from tuneloop.shared.experience import State
+from tuneloop.shared.ledger.recording.rewards import Rewards
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, portions
+from tuneloop.shared.ledger.storage.schema import REWARDED, experiences, feedback
+from tuneloop.shared.ledger.training.groups import (
+    BatchRules,
+    connected_sets,
+    ends_of,
+    standing_preferences,
+    takable,
+)
+
+#: Seconds after the last feedback about a row, and at most after the first.
+QUIET_S, AT_LATEST_S = 30.0, 300.0
+
+#: Rows that are looked at in one transaction.
+PAGE = 1000
+
+#: Not a comparison with a parameter: then the planner would not see that the partial index applies.
+_REWARDED: ColumnElement[bool] = text(REWARDED)  # type: ignore[assignment]
+_UNGROUPED = or_(
+    experiences.c.state.in_((State.RECORDED, State.REWARDED)),
+    and_(experiences.c.state == State.COMMITTED, experiences.c.group_id.is_(None)),
+)
+
+_COLUMNS = tuple(
+    experiences.c[name]
+    for name in (
+        *("id", "policy", "tenant", "task_id", "run_id", "msg_id", "choice", "state", "unsampled", "reward"),
+        *("sampled_at", "rewarded_at", "correction"),
+    )
+)
+
+#: Where a look ended: when a row was rewarded, and its id.
+Place = tuple[float, int]
+
+#: Rows that are committed together.
+_Group = Sequence[Any]
+
+
+class Look(NamedTuple):
+    """How many rows were committed, and where the next look begins; None: there is no more."""
+
+    committed: int
+    place: Place | None
+
+
+def due_at(events: Iterable[float], rewarded_at: float) -> float:
+    """When a row is due by itself, of the times of the feedback about it and its run.
+
+    >>> due_at([100.0, 110.0], 110.0), due_at([100.0, 395.0], 395.0), due_at([], 50.0)
+    (140.0, 400.0, 80.0)
+    """
+    times = [*events, rewarded_at]
+    return min(max(times) + QUIET_S, min(times) + AT_LATEST_S)
+
+
+class AutomaticCommit(LedgerPart):
+    """The verbs that commit what is due. Whoever calls them, however often, commits the same rows."""
+
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
+        super().__init__(transactions)
+        self._rewards = rewards
+
+    def is_due(self, policies: Collection[int]) -> bool:
+        """Whether a row of these policies may be due, or gets the default reward; changes nothing."""
+        now = self._clock()
+        quiet = experiences.c.rewarded_at <= now - QUIET_S
+        wanted = [exists().where(_REWARDED, experiences.c.policy == each, quiet) for each in policies]
+        # Feedback that goes on and on keeps rows from being quiet.
+        restless = [exists().where(_REWARDED, experiences.c.policy == each, _restless(now)) for each in policies]
+        window = self._rewards.rule.attribution_window
+        if self._rewards.rule.default is not None and window is not None:
+            closed = experiences.c.state == State.RECORDED, experiences.c.sampled_at < now - window
+            wanted.append(exists().where(*closed))
+        return any(self._read(select(each))[0][0] for each in (*wanted, *restless))
+
+    def reward_by_default(self) -> int:
+        """Give a page of rows `reward.default` whose window closed without feedback; how many."""
+        rule = self._rewards.rule
+        if rule.default is None or rule.attribution_window is None:
+            return 0
+        with self._write() as connection:
+            closed = and_(
+                experiences.c.state == State.RECORDED,
+                experiences.c.sampled_at < self._clock() - rule.attribution_window,
+            )
+            page = select(experiences.c.id).where(closed).order_by(experiences.c.sampled_at).limit(PAGE)
+            rewarding = update(experiences).where(experiences.c.id.in_(page), closed)
+            values = {
+                "reward": rule.default,
+                "rewarded_at": experiences.c.sampled_at + rule.attribution_window,
+                "reward_rule": self._rewards.rule_id(connection),
+                "state": State.REWARDED,
+            }
+            return connection.execute(rewarding.values(values)).rowcount
+
+    def commit_due(self, rules: BatchRules, after: Place | None = None) -> Look:
+        """Commit what is due of a policy, of the rows after that place, at most PAGE of them and what goes with them.
+
+        Rows whose groups wait do not stand in the way of later ones: these are behind the place that is returned.
+        """
+        with self._write() as connection:
+            now = self._clock()
+            place = tuple_(experiences.c.rewarded_at, experiences.c.id)
+            query = select(*_COLUMNS).where(_REWARDED, experiences.c.policy == rules.policy, _due(now))
+            if after is not None:
+                query = query.where(place > after)
+            order = experiences.c.rewarded_at, experiences.c.id
+            page = connection.execute(query.order_by(*order).limit(PAGE)).all()
+            last = (page[-1].rewarded_at, page[-1].id) if len(page) == PAGE else None
+            if rules.group_by == "none":
+                due = [row.id for row in page]
+            elif rules.group_by == "preference":
+                due = [id_ for group in _find_preference_groups(connection, page, rules, now) for id_ in group]
+            else:
+                due = [row.id for group in _find_named_groups(connection, page, rules, now) for row in group]
+            committed = 0
+            for portion in portions(sorted({*due})):
+                those = update(experiences).where(experiences.c.id.in_(portion), _REWARDED)
+                committed += connection.execute(those.values(state=State.COMMITTED, committed_at=now)).rowcount
+            return Look(committed, last)
+
+
+def _has_event(when: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Whether feedback about a row, against it, or about its run, is of such a time."""
+    own = feedback.c.msg_id == experiences.c.msg_id
+    against = feedback.c.other_msg_id == experiences.c.msg_id
+    named = (feedback.c[name] == experiences.c[name] for name in ("tenant", "task_id", "run_id"))
+    of_run = and_(feedback.c.msg_id.is_(None), *named)
+    return or_(*(exists().where(about, when).correlate(experiences) for about in (own, against, of_run)))
+
+
+def _restless(now: float) -> ColumnElement[bool]:
+    """Whether a row is not quiet, and the first feedback about it is AT_LATEST_S old. No feedback precedes a reply."""
+    may_be = experiences.c.rewarded_at > now - QUIET_S, experiences.c.sampled_at <= now - AT_LATEST_S
+    return and_(*may_be, _has_event(feedback.c.received_at <= now - AT_LATEST_S))
+
+
+def _due(now: float) -> ColumnElement[bool]:
+    """Whether a rewarded row is due by itself."""
+    since = now - QUIET_S
+    lately = _has_event(or_(feedback.c.received_at > since, feedback.c.repeated_at > since))
+    long_ago = _has_event(feedback.c.received_at <= now - AT_LATEST_S)
+    quiet = and_(experiences.c.rewarded_at <= since, or_(~lately, long_ago))
+    return or_(quiet, _restless(now))
+
+
+def _due_and_timed_out(
+    connection: Connection, ids: Collection[int], rules: BatchRules, now: float
+) -> tuple[set[int], set[int]]:
+    """Those of the rewarded rows that are due by themselves, and those whose first feedback is `group_timeout` old."""
+    until = now - rules.group_timeout
+    late = or_(experiences.c.rewarded_at <= until, _has_event(feedback.c.received_at <= until))
+    due, timed_out = set[int](), set[int]()
+    for portion in portions(ids):
+        rows = connection.execute(
+            select(experiences.c.id, _due(now).label("due"), late.label("late")).where(
+                experiences.c.id.in_(portion), _REWARDED
+            )
+        )
+        for row in rows:
+            due |= {row.id} if row.due else set()
+            timed_out |= {row.id} if row.late else set()
+    return due, timed_out
+
+
+def _find_named_groups(connection: Connection, page: Sequence[Any], rules: BatchRules, now: float) -> Iterator[_Group]:
+    """The groups of `group_by` run and task, begun in a page, that may go: complete or timed out."""
+
+    def key_of(row: Any) -> tuple[str, ...]:
+        if row.task_id is None:
+            return row.tenant, row.msg_id, "reply"
+        if rules.group_by == "task":
+            return row.tenant, row.task_id
+        return row.tenant, row.task_id, row.msg_id if row.run_id is None else row.run_id, "run"
+
+    found = [row for row in page if row.task_id is None]  # the choices of one reply
+    query = select(*_COLUMNS).where(experiences.c.task_id.is_not(None), _UNGROUPED, takable(rules))
+    task = tuple_(experiences.c.tenant, experiences.c.task_id)
+    if rules.group_by == "task":
+        tasks = {(row.tenant, row.task_id) for row in page if row.task_id is not None}
+        found += [row for few in portions(tasks, of=2) for row in connection.execute(query.where(task.in_(few)))]
+    else:
+        runs = {(row.tenant, row.task_id, row.run_id) for row in page if None not in (row.task_id, row.run_id)}
+        run = tuple_(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id)
+        found += [row for few in portions(runs, of=3) for row in connection.execute(query.where(run.in_(few)))]
+        runless = query.where(experiences.c.run_id.is_(None))  # each reply is a run
+        for few in portions({row.msg_id for row in page if row.task_id is not None and row.run_id is None}):
+            found += connection.execute(runless.where(experiences.c.msg_id.in_(few)))
+    groups: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+    for row in found:
+        groups[key_of(row)].append(row)
+    grouped = {row.id for row in found}
+    yield [row for row in page if row.id not in grouped]  # no batch takes them: they wait for nobody
+    rewarded = {row.id for rows in groups.values() for row in rows if row.state == State.REWARDED}
+    due, timed_out = _due_and_timed_out(connection, rewarded, rules, now)
+    for rows in groups.values():
+        mine = [row for row in rows if row.state == State.REWARDED]
+        ids = {row.id for row in mine}
+        enough = rules.group_size if rules.group_by == "task" and rows[0].task_id is not None else 1
+        runs_there = {_run_of(row) for row in rows if row.state != State.RECORDED}
+        is_complete = len(runs_there) >= enough and not _has_open_end(rows, rules)
+        if (is_complete and ids <= due) or ids & timed_out:
+            yield mine
+
+
+def _run_of(row: Any) -> str:
+    return f"{row.msg_id}:{row.choice}" if row.run_id is None else str(row.run_id)
+
+
+def _has_open_end(rows: Sequence[Any], rules: BatchRules) -> bool:
+    """Whether a reply of a group waits for feedback. One before the result of its run does not, where that counts."""
+    if not rules.by_result:
+        return any(row.state == State.RECORDED for row in rows)
+    results: dict[str, float] = {}
+    for row in rows:
+        if row.state != State.RECORDED and row.correction == 0:
+            results[_run_of(row)] = max(row.sampled_at, results.get(_run_of(row), row.sampled_at))
+    waiting = (row for row in rows if row.state == State.RECORDED)
+    return any(row.run_id is None or row.sampled_at >= results.get(_run_of(row), 0.0) for row in waiting)
+
+
+def _find_preference_groups(
+    connection: Connection, page: Sequence[Any], rules: BatchRules, now: float
+) -> Iterator[Collection[int]]:
+    """What preferences connect, begun in a page, that may go: both replies have their rewards, or timed out."""
+    pairs = list(ends_of(connection, standing_preferences(connection, {row.msg_id for row in page})))
+    mine = {row.id for row in page}
+    of_policy = [[[row for row in end if row.policy == rules.policy] for end in pair] for pair in pairs]
+    ids = mine | {row.id for pair in of_policy for end in pair for row in end if row.state == State.REWARDED}
+    due, timed_out = _due_and_timed_out(connection, ids, rules, now)
+    links, waiting = [], ids - due
+    for pair in of_policy:
+        rewarded = [row.id for end in pair for row in end if row.id in ids]
+        links.append(rewarded)
+        # Either reply may not be recorded yet, or wait for its own reward.
+        if any(not end or any(row.state == State.RECORDED for row in end) for end in pair):
+            waiting |= {*rewarded}
+    for group in connected_sets(ids, [link for link in links if link]):
+        if waiting.isdisjoint(group) or timed_out & group:
+            yield group

@@ -15,6 +15,7 @@ from tuneloop.cli.both import service, supervise
 from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
 from tuneloop.cli.erasure import erase_, purge
+from tuneloop.cli.evaluate import evaluate
 from tuneloop.cli.finetune import finetune
 from tuneloop.cli.init import init
 from tuneloop.cli.options import (
@@ -65,6 +66,7 @@ app.add_typer(versions.app, name="versions")
 app.add_typer(policies.app, name="policies")
 app.add_typer(jobs.app, name="jobs")
 app.add_typer(outbox.app, name="outbox")
+app.command()(evaluate)
 app.command("purge")(purge)
 app.command("erase")(erase_)
 app.command()(operations.backup)

@@ -50,16 +50,18 @@ class Task(NamedTuple):
         return [{"role": "user", "content": self.question}] if isinstance(self.question, str) else self.question
 
 
-def tasks_of(options: EvaluationSettings) -> list[Task]:
-    """The tasks of the settings' file, none without one. Raises EnvironmentRefused, naming the line that is wrong."""
+def tasks_of(options: EvaluationSettings, *, named: str = "monitor.evaluation.path: ") -> list[Task]:
+    """The tasks of a file, which the settings have `named`, none without one.
+
+    Raises EnvironmentRefused, naming the line that is wrong.
+    """
     if options.path is None:
         return []
     try:
         lines = options.path.read_bytes().splitlines()
     except OSError as error:
         raise EnvironmentRefused(
-            f"monitor.evaluation.path: {options.path} cannot be read: {error.strerror}; name a file of tasks, or leave"
-            " it away"
+            f"{named}{options.path} cannot be read: {error.strerror}; name a file of tasks"
         ) from error
     tasks = []
     for number, line in enumerate(lines, 1):
@@ -67,9 +69,9 @@ def tasks_of(options: EvaluationSettings) -> list[Task]:
             try:
                 tasks.append(_task(number, line, options))
             except ValueError as error:
-                raise EnvironmentRefused(f"monitor.evaluation.path: {options.path}, line {number}: {error}") from None
+                raise EnvironmentRefused(f"{named}{options.path}, line {number}: {error}") from None
     if not tasks:
-        raise EnvironmentRefused(f"monitor.evaluation.path: {options.path} holds no task")
+        raise EnvironmentRefused(f"{named}{options.path} holds no task")
     return tasks
 
 

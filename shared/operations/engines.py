@@ -58,11 +58,16 @@ class ExplorerView(NamedTuple):
 _VIEW = TypeAdapter(ExplorerView)
 
 
-def read_explorer(settings: Settings) -> ExplorerView:
-    """What the explorer says of itself that listens where the settings say, if one does."""
+def explorer_url(settings: Settings) -> str:
+    """Where an explorer on this machine listens, as the settings say."""
     address = _OWN.get(settings.explorer.listen_address, settings.explorer.listen_address)
     host = f"[{address}]" if ":" in address else address
-    url = f"http://{host}:{settings.explorer.proxy_port}"
+    return f"http://{host}:{settings.explorer.proxy_port}"
+
+
+def read_explorer(settings: Settings) -> ExplorerView:
+    """What the explorer says of itself that listens where the settings say, if one does."""
+    url = explorer_url(settings)
     try:
         told = httpx.get(f"{url}/health/ready", timeout=_TIMEOUT_S, trust_env=False).json()
         stops = [Standstill(**each) for each in told.get("stops", ())]

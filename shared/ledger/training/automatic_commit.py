@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, or_, select, text, tuple_, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, text, tuple_, update
 
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.recording.rewards import Rewards
+from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, Rewards
 from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, portions
 from tuneloop.shared.ledger.storage.schema import REWARDED, experiences, feedback
 from tuneloop.shared.ledger.training.groups import (
@@ -31,9 +31,11 @@ PAGE = 1000
 
 #: Not a comparison with a parameter: then the planner would not see that the partial index applies.
 _REWARDED: ColumnElement[bool] = text(REWARDED)  # type: ignore[assignment]
+#: No comparison of the column itself: SQLite would read all rows in these states, and not those of a run.
+_STATE = func.coalesce(experiences.c.state, "")
 _UNGROUPED = or_(
-    experiences.c.state.in_((State.RECORDED, State.REWARDED)),
-    and_(experiences.c.state == State.COMMITTED, experiences.c.group_id.is_(None)),
+    _STATE.in_((State.RECORDED, State.REWARDED)),
+    and_(_STATE == State.COMMITTED, experiences.c.group_id.is_(None)),
 )
 
 _COLUMNS = tuple(
@@ -167,11 +169,8 @@ def _due_and_timed_out(
     late = or_(experiences.c.rewarded_at <= until, _has_event(feedback.c.received_at <= until))
     due, timed_out = set[int](), set[int]()
     for portion in portions(ids):
-        rows = connection.execute(
-            select(experiences.c.id, _due(now).label("due"), late.label("late")).where(
-                experiences.c.id.in_(portion), _REWARDED
-            )
-        )
+        columns = experiences.c.id, _due(now).label("due"), late.label("late")
+        rows = connection.execute(select(*columns).where(experiences.c.id.in_(portion), _STATE == State.REWARDED))
         for row in rows:
             due |= {row.id} if row.due else set()
             timed_out |= {row.id} if row.late else set()
@@ -189,18 +188,20 @@ def _find_named_groups(connection: Connection, page: Sequence[Any], rules: Batch
         return row.tenant, row.task_id, row.msg_id if row.run_id is None else row.run_id, "run"
 
     found = [row for row in page if row.task_id is None]  # the choices of one reply
-    query = select(*_COLUMNS).where(experiences.c.task_id.is_not(None), _UNGROUPED, takable(rules))
-    task = tuple_(experiences.c.tenant, experiences.c.task_id)
-    if rules.group_by == "task":
-        tasks = {(row.tenant, row.task_id) for row in page if row.task_id is not None}
-        found += [row for few in portions(tasks, of=2) for row in connection.execute(query.where(task.in_(few)))]
-    else:
-        runs = {(row.tenant, row.task_id, row.run_id) for row in page if None not in (row.task_id, row.run_id)}
-        run = tuple_(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id)
-        found += [row for few in portions(runs, of=3) for row in connection.execute(query.where(run.in_(few)))]
-        runless = query.where(experiences.c.run_id.is_(None))  # each reply is a run
-        for few in portions({row.msg_id for row in page if row.task_id is not None and row.run_id is None}):
-            found += connection.execute(runless.where(experiences.c.msg_id.in_(few)))
+    ones: dict[tuple[str, ...], dict[tuple[str, ...], int]] = {}
+    for row in page:
+        if row.task_id is not None:
+            names: tuple[str, ...] = ("msg_id",) if row.run_id is None else TRAJECTORY
+            names = TRAJECTORY[:2] if rules.group_by == "task" else names
+            ones.setdefault(names, {}).setdefault(key_of(row), row.id)
+    # By one row of each group, so that its others are found in an index: for a list of names SQLite reads all rows.
+    for group, begun in ones.items():
+        for few in portions([*begun.values()]):
+            columns = (experiences.c[name].label(f"its_{name}") for name in group)
+            its = select(*columns).where(experiences.c.id.in_(few)).subquery("begun")
+            same = and_(*(experiences.c[name] == its.c[f"its_{name}"] for name in group))
+            taken = experiences.c.task_id.is_not(None), _UNGROUPED, takable(rules)
+            found += connection.execute(select(*_COLUMNS).join_from(its, experiences, same).where(*taken))
     groups: dict[tuple[str, ...], list[Any]] = defaultdict(list)
     for row in found:
         groups[key_of(row)].append(row)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tuneloop.shared.errors import EnvironmentRefused, NotFinite, RankOutOfMemory, TuneloopError
 from tuneloop.shared.experience import Float32s, Sample
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.algorithms import ALGORITHMS
+from tuneloop.trainer.algorithms import ALGORITHMS, sft
 from tuneloop.trainer.algorithms.terms import (
     Baselines,
     Targets,
@@ -43,6 +43,7 @@ from tuneloop.trainer.batches.batch import (
     mini_batches,
     share_of,
 )
+from tuneloop.trainer.batches.mixed_file import MixedFile
 from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.models.model import Actor, Critic, is_checkpointing
 from tuneloop.trainer.models.optimizer import MasterAdamW
@@ -58,8 +59,9 @@ _Pass = Callable[[Batch, SequenceGroup | None], Tensor]
 class Learner:
     """Actor, critic and reference, their optimizers, and the random numbers that shuffle mini-batches.
 
-    `steps` counts batches learnt from. The reference is the base model; it and the critic are None if the algorithm
-    does not look at them. `teacher` is set by who has one, before the first step of an algorithm that asks for it.
+    `steps` counts batches learnt from. The reference is the base model, unless another takes its place; it and the
+    critic are None if the algorithm does not look at them. `mixed` is a file whose rows are learnt beside each batch.
+    `teacher` is set by who has one, before the first step of an algorithm that asks for it.
     `baselines` is what the algorithm remembers from step to step. Of copies that a GPU is `copying` the next update
     waits for the end. `spoilt` is true once a step failed after some of its updates: the weights from before it are not
     here, and it must be loaded anew.
@@ -83,6 +85,8 @@ class Learner:
         if critic is not None:
             self.optimizers["critic"] = adam(critic, settings.algorithm.adamw_of_critic)
         self.teacher: Teacher | None = None
+        self.mixed: MixedFile | None = None
+        self.reference_is_base = True
         self.baselines: Baselines = {}
         self.copying: list[torch.cuda.Event] = []
         self.generator = torch.Generator().manual_seed(settings.trainer.seed)
@@ -188,22 +192,44 @@ class Learner:
         return float(token_mean(apart_BR, batch.mask_BR, batch.tokens))
 
     def _learn(self, batch: Batch, targets: Targets) -> Metrics:
-        updates = []
+        updates, beside = [], self.mixed.rows(self.steps) if self.mixed else []
         for _ in range(self._algorithm.epochs):
             parts = mini_batches(len(batch.lengths_B), self._algorithm.mini_batches, targets.units_B, self.generator)
-            for index_B in parts:
-                mini = batch.rows(index_B)
-                updates.append(self._update(mini, targets.rows(index_B, mini.mask_BR)))
+            for place, index_B in enumerate(parts):
+                mini, rows = batch.rows(index_B), beside[place :: self._algorithm.mini_batches]
+                updates.append(self._update(mini, targets.rows(index_B, mini.mask_BR), rows))
         # Their means; but only the first update meets the weights as they were before the step.
         first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
         names = updates[0].keys() - first.keys()
         return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
 
-    def _update(self, batch: Batch, targets: Targets) -> Metrics:
-        """One update. Gradients that memory runs out for are made again, in smaller pieces: it does not matter how."""
+    def imitate(self, rows: Sequence[Sample]) -> Metrics:
+        """Add the gradients of what is to be said, whoever said it, to the masters', by the share that they have."""
+        batch, share = _collate(assemble(rows, merge=False), tempered=False), self.mixed.share if self.mixed else 0.0
+        targets, loss = Targets(mask_BR=batch.mask_BR, sampled_BR=batch.sampled_BR), 0.0
+        with self.ranks.agree():
+            for index_B, counts in self._micro_batches(batch, None, self.ranks):
+                self.before_pass()
+                part = batch.rows(index_B)
+                goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
+                said = self.actor.score(part, self.ranks.sequence)
+                of_part = sft.actor_loss(self._algorithm, goals, *said, targets.totals)
+                torch.autograd.backward(of_part.value * (share if counts else 0.0))
+                loss += float(of_part.value.detach()) if counts and self.ranks.reports else 0.0
+        for optimizer in self.optimizers.values():
+            optimizer.add_up()
+        return self.ranks.add_up_numbers({"actor/mix_loss": loss})
+
+    def _update(self, batch: Batch, targets: Targets, beside: Sequence[Sample] = ()) -> Metrics:
+        """One update. Gradients that memory runs out for are made again, in smaller pieces: it does not matter how.
+
+        Rows `beside` the batch are imitated in it.
+        """
         while True:
             try:
                 metrics = self.forward_backward(batch, targets)
+                if beside:
+                    metrics |= self.imitate(beside)
                 _must_be_finite(metrics)
                 self.before_update()
                 return metrics | self.optim_step()
@@ -222,7 +248,7 @@ class Learner:
             metrics.update(critic.metrics)
         logprobs_BR, entropy_BR = self.actor.score(batch, self.ranks.sequence)
         actor = self._page.actor_loss(self._algorithm, targets, logprobs_BR, entropy_BR, totals)
-        torch.autograd.backward(actor.value)
+        torch.autograd.backward(actor.value * (1 - self.mixed.share) if self.mixed else actor.value)
         return {**metrics, **actor.metrics}
 
     def _backward_nothing(self, batch: Batch) -> None:

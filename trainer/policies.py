@@ -17,8 +17,9 @@ import structlog
 from transformers import PreTrainedModel
 
 from tuneloop.shared.capacity.memory import POLICIES_IN_MEMORY
-from tuneloop.shared.checkpoints import ACTOR, CheckpointStore
+from tuneloop.shared.checkpoints import ACTOR, CheckpointStore, check_files, read_manifest
 from tuneloop.shared.errors import (
+    CheckpointRejected,
     EnvironmentRefused,
     LeaseLost,
     LedgerError,
@@ -37,11 +38,13 @@ from tuneloop.shared.ledger.jobs import Job
 from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger, Version
 from tuneloop.shared.ledger.policies import DEFAULT, Policy
 from tuneloop.shared.ledger.training.training import WaitingRows
+from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter, open_curves
 from tuneloop.trainer.batches.batch import Metrics, of_samples
+from tuneloop.trainer.batches.mixed_file import MixedFile
 from tuneloop.trainer.batches.rendered_lines import with_tokens
 from tuneloop.trainer.batches.selection import Refused, comparable
 from tuneloop.trainer.checkpoints import snapshot
@@ -305,8 +308,11 @@ class PolicyTraining:
                 begins=newest.begins,
                 network=network,
             )
-            if self.job is not None and self.learner.reference is not None:
-                self._refer_to_parent()
+            if self.learner.reference is not None and (begun := self._find_start(newest)) is not None:
+                self.learner.reference = snapshot.actor_in(self.settings, begun, network=self.learner.actor.base())
+                self.learner.reference.network.requires_grad_(requires_grad=False)
+                self.learner.reference_is_base = False
+            self.learner.mixed = MixedFile.of(self.settings) if self.policy.id == DEFAULT else None
             self.learner.teacher = self.teacher.teacher
             self.learner.micro_batch_tokens = self.micro_batch.tokens
             self._parts.publisher.prepare(self.learner)
@@ -325,14 +331,24 @@ class PolicyTraining:
         version, step = self.steps.parent, self.learner.steps
         _log.info("trainer_ready", version=version, step=step, epoch=self._parts.epoch, **named)
 
-    def _refer_to_parent(self) -> None:
-        """Let what a job begins with, and not the base model, hold its policy back."""
-        parent = self._parts.ledger.versions.get(self.policy.parent)
-        if parent is not None and not parent.is_base:
-            require_weights(parent, self._parts.store)
-            reference = snapshot.actor_in(self.settings, parent.path / ACTOR, network=self.learner.actor.base())
-            reference.network.requires_grad_(requires_grad=False)
-            self.learner.reference = reference
+    def _find_start(self, newest: Version) -> Path | None:
+        """The weights that its training holds on to: the newest that came into its line from elsewhere; None: the base.
+
+        Those are its parent's, or what was promoted into it: the model that a file was learnt by, say.
+        """
+        line = [each for each in self.ledger.versions.now().versions if each.version <= newest.version]
+        came = [each for each in line if not each.consumed and each.state in SERVABLE]
+        if not came or came[-1].is_base or not self.settings.model.lora.rank:
+            return None
+        start, why = came[-1], "several workers hold one model for it"
+        if self._parts.ranks.size == 1:
+            try:
+                check_files(start.path, read_manifest(start.path, sha256=start.manifest_sha256), folder=ACTOR)
+                return start.path / ACTOR
+            except (CheckpointRejected, OSError) as error:
+                why = f"the weights of version {start.version} cannot be read: {error}"
+        _log.warning("kl_to_base", sentence=f"the divergence counts from the base model: {why}")
+        return None
 
     def leave(self) -> None:
         """Let another policy train; of this one no step is unpublished."""

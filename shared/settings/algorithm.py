@@ -195,6 +195,16 @@ class DistillSettings(Section):
     timeout: ClassVar[float] = 120.0
 
 
+class MixSettings(Section):
+    """Conversations that are imitated beside what is learnt from rewards."""
+
+    file: Path | None = None
+    """[A JSON Lines file](training.md#a-file-beside-rewards) of conversations, as OpenAI's supervised fine-tuning
+    takes; null: none. It is read when the trainer starts. _Train._"""
+    share: Fraction = 0.1
+    """What part of a step's rows are of the file, and of its loss. _Train._"""
+
+
 class AlgorithmSettings(Section):
     """How rewards become gradients."""
 
@@ -225,7 +235,8 @@ class AlgorithmSettings(Section):
     """How the losses of tokens become one: over all tokens (DAPO), or over sequences (GRPO: seq-mean-token-mean; Dr.
     GRPO: seq-mean-token-sum-norm). _Train._"""
     kl_coef: NotNegativeReal = 0.001
-    """Weight of the divergence from the base model in the actor's loss; 0 needs no reference model. _Train._"""
+    """Weight of the divergence from the base model, or [where the policy began](training.md#a-file-beside-rewards), in
+    the actor's loss; 0 needs no reference model. _Train._"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     """How that divergence is estimated. _Train._"""
     kl_in: Literal["loss", "reward"] = "loss"
@@ -244,6 +255,7 @@ class AlgorithmSettings(Section):
     kto: KtoSettings = KtoSettings()
     sft: SftSettings = SftSettings()
     distill: DistillSettings = DistillSettings()
+    mix: MixSettings = MixSettings()
 
     #: The discount of `credit: discounted`: of a run of twenty calls the first is paid a third.
     turn_discount: ClassVar[float] = 0.95
@@ -317,3 +329,7 @@ class AlgorithmSettings(Section):
             )
         if self.algorithm_type == "distill" and teacher.teacher_url is not None and teacher.teacher_model is None:
             yield "algorithm.distill.teacher_url: needs algorithm.distill.teacher_model, the model's name there"
+        if self.mix.file is not None and not 0 < self.mix.share < 1:
+            yield "algorithm.mix.share: must lie between 0 and 1: a step learns from rewards too"
+        if self.mix.file is not None and self.of_any_reply:
+            yield f"algorithm.mix.file: {self.algorithm_type} imitates or compares replies itself: `tuneloop import` it"

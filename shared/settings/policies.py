@@ -20,6 +20,7 @@ _OWN = re.compile(
 def settings_of_policy(settings: Settings, options: Mapping[str, Any]) -> Settings:
     """The settings with what a policy has otherwise, by dotted names. Raises PolicyRefused."""
     values = settings.model_dump(exclude_unset=True)
+    values.get("algorithm", {}).pop("mix", None)  # beside the default policy's rows alone
     for name, value in options.items():
         if not _OWN.fullmatch(name):
             raise PolicyRefused(f"{name}: a policy has no such option of its own")

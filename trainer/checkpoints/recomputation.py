@@ -168,7 +168,7 @@ class Recomputation:
             return
         row = self._ledger.versions.get(version)
         assert row is not None  # Rows of versions that are not known were left out.
-        if row.is_base and learner.reference is not None:
+        if row.is_base and learner.reference is not None and learner.reference_is_base:
             yield learner.reference
             return
         actor = self._actors.pop(version, None)

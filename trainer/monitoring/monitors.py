@@ -266,7 +266,8 @@ class Distance:
         if learner.steps % wanted.kl_every or not sampled:
             return {}
         try:
-            return {KL_BASE: learner.distance(learner.reference or learner.actor.reference(self._settings), sampled)}
+            base = learner.reference if learner.reference_is_base else None
+            return {KL_BASE: learner.distance(base or learner.actor.reference(self._settings), sampled)}
         except torch.OutOfMemoryError:
             _log.warning("distance_not_measured", reason="it does not fit into the GPU's memory", step=learner.steps)
         except EnvironmentRefused as error:

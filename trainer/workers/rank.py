@@ -9,6 +9,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.shared.errors import NotFinite, RankFailed, RankOutOfMemory
 from tuneloop.shared.settings.settings import Settings
+from tuneloop.trainer.batches.mixed_file import MixedFile
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.loop import run
@@ -49,6 +50,7 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
                 learner = None  # A GPU has no room for two.
                 with room_for_weights():
                     learner = snapshot.resume(settings, *order.paths, ranks)
+                learner.mixed = MixedFile.of(settings)
                 _log.info("rank_ready", rank=ranks.rank, folder=order.folder)
             case StepOrder() as order:
                 assert learner is not None

@@ -105,14 +105,24 @@ def init(
     """
     if file.exists():
         raise EnvironmentRefused(f"{file} is there already; name another file, or move that one away")
-    folder = (model or Path(_ask("Folder of the model", "--model"))).expanduser()
-    found = cached_folder(folder)
-    shape = read_shape(found.absolute() if found.exists() else found)
+    while True:
+        folder = (model or Path(_ask("Model: its folder, or its name on the Hub", "--model"))).expanduser()
+        found = cached_folder(folder)
+        try:
+            shape = read_shape(found.absolute() if found.exists() else found)
+            break
+        except EnvironmentRefused as error:
+            if model is not None:
+                raise
+            echo(str(error), err=True)
     count = int(_ask("GPUs", "--gpus", str(count_gpus()))) if gpus is None else gpus
     place = (where or Path(_ask("Folder for checkpoints, database and logs", "--where", "tuneloop-data"))).expanduser()
     bytes_ = gpu_memory() if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
     if count and bytes_ is None:
-        raise EnvironmentRefused("nvidia-smi does not say how much memory a GPU has; give --gpu-memory, such as 80")
+        raise EnvironmentRefused(
+            "nvidia-smi tells of no GPU here; give --gpus 0 for the CPU, or --gpu-memory, such as 80, for one that it"
+            " does not see"
+        )
     text = settings_text(shape, place.absolute(), gpus=count, gpu_bytes=bytes_ if count else None)
     if found != folder:  # The file names the model as the Hub does: a download of other weights is then noticed.
         text = text.replace(_quote(shape.folder), _quote(folder))
@@ -126,7 +136,10 @@ def init(
     if for_programs:
         echo_json({"file": str(file), "settings": yaml.safe_load(text)})
         return
-    echo(f"{file} is written. Look at what it takes, and start it:\n  tuneloop plan {file}\n  tuneloop run {file}")
+    echo(
+        f"{file} is written. Look at what it takes, and start it:\n  tuneloop plan {file}\n  tuneloop run {file}\n"
+        f"Programs on other hosts need a key, and then all do:\n  tuneloop keys create {file} --name me"
+    )
 
 
 def _ask(question: str, option: str, default: str | None = None) -> str:

@@ -1,7 +1,10 @@
 """`tuneloop init` and `tuneloop plan`: what they write and reckon, and how they refuse."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -387,3 +390,32 @@ def test_vllm_has_every_parser_that_we_name() -> None:
     tools, thoughts = names("tool_parsers"), names("reasoning")
     assert {each.tool_calls for each in FAMILIES.values()} - {None} <= tools
     assert {each.reasoning for each in FAMILIES.values()} - {None} <= thoughts
+
+
+def test_the_dialogue_asks_again_after_a_wrong_folder(tmp_path: Path) -> None:
+    """As on a terminal: who mistypes a folder does not begin anew."""
+    folder = model_folder(tmp_path / "m", weights=1_000_000, hidden_size=64, vocab_size=300)
+    file = tmp_path / "x.yaml"
+    command = [sys.executable, "-c", "from tuneloop.cli.main import main; main()", "init", str(file)]
+    command += ["--gpus", "0", "--where", str(tmp_path / "data")]
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as terminal:
+        process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        os.close(theirs)
+        terminal.write(f"{tmp_path / 'typo'}\n{folder}\n".encode())
+        out, error = process.communicate(timeout=120)
+    assert process.returncode == 0, error
+    assert f"{tmp_path / 'typo'} is not there" in error
+    assert error.count("Model: its folder, or its name on the Hub") == 2
+    assert f"tuneloop keys create {file} --name me" in out
+    assert yaml.safe_load(file.read_text())["buffer"]["commit"] == "auto"
+
+
+def test_gpus_of_a_machine_without_any_are_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    folder = model_folder(tmp_path / "m", weights=1_000_000, hidden_size=64, vocab_size=300)
+    code, _, error = tuneloop("init", tmp_path / "x.yaml", "--model", folder, "--gpus", 1, "--where", tmp_path)
+    assert code == 3
+    assert "nvidia-smi tells of no GPU here; give --gpus 0" in error

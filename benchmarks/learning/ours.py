@@ -28,6 +28,7 @@ from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms.terms import Moments
+from tuneloop.trainer.batches.mixed_file import MixedFile
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
@@ -68,6 +69,7 @@ def learn(wanted: Wanted, task: Task, start: Path, replies: Path | None = None) 
     torch.set_num_threads(1)
     settings = settings_of(wanted, task, start)
     learner = snapshot.load(settings, None)
+    learner.mixed = MixedFile.of(settings)
     if taught_by := settings.algorithm.distill.teacher_path:
         learner.teacher = LocalTeacher(settings, taught_by)
     words = AutoTokenizer.from_pretrained(start)

@@ -5,7 +5,7 @@
     .venv/bin/python -m benchmarks.learning ours reinforce --raw [--offset 1]
     .venv/bin/python -m benchmarks.learning ours ppo reinforce --captured 0.05
     .venv/bin/python -m benchmarks.learning ours ppo --set optimizer.lr=1e-4
-    .venv/bin/python -m benchmarks.learning ours reinforce --seeds 0 1 2 --set mix.file=CONVERSATIONS.jsonl mix.share=0.2
+    .venv/bin/python -m benchmarks.learning ours reinforce --seeds 0 1 2 --set mix.file=FILE.jsonl mix.share=0.2
     .venv/bin/python -m benchmarks.learning loop ppo --task tools --seeds 0 1 2 [--tools strict] [--gpu]
     .venv/bin/python -m benchmarks.learning trl grpo rloo --set lr=2e-4 --trl FOLDER/bin/python
     .venv/bin/python -m benchmarks.learning all --out FOLDER --trl FOLDER/bin/python

@@ -280,17 +280,21 @@ def test_a_policy_begins_with_an_adapter_and_one_that_does_not_fit_is_paused_wit
 
 
 def test_what_a_policy_learnt_is_gone_on_from_when_it_is_promoted(adapted, ledger, created, alone):
-    """With its optimizer and its random numbers: the next step is the one that the policy itself would make."""
+    """With its optimizer and its random numbers: the next step is the one that the policy itself would make.
+
+    But for what it is held to, which is the promoted version from then on.
+    """
+    free = {"kl_coef": 0.0}
     one = created("one")
     _rows(ledger, one, range(100, 108))
-    _until(adapted(), lambda: len(_made(ledger)) == 2)
+    _until(adapted(algorithm=free), lambda: len(_made(ledger)) == 2)
     ledger.versions.of(one).promote(ledger.versions.of(one).newest().version)
     promoted = ledger.policies.promote(one, by="ops")
     _rows(ledger, 0, range(108, 112))
-    _until(adapted(), lambda: len(_made(ledger)) == 3)
+    _until(adapted(algorithm=free), lambda: len(_made(ledger)) == 3)
     newest = ledger.versions.newest()
     assert (newest.step, read_manifest(newest.path).parent) == (3, promoted)
-    assert _adapters(ledger, 0)[-1] == alone("one", trainer={"total_steps": 3})[-1]
+    assert _adapters(ledger, 0)[-1] == alone("one", trainer={"total_steps": 3}, algorithm=free)[-1]
 
 
 def test_an_adapter_is_what_it_was_after_others_were_trained(adapted, ledger, created, monkeypatch):

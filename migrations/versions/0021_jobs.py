@@ -22,39 +22,7 @@ _STATES = "'validating_files', 'queued', 'running', 'paused', 'succeeded', 'fail
 
 def upgrade() -> None:
     """Apply the step."""
-    op.create_table(
-        "files",
-        Column("id", String(64), nullable=False),
-        Column("tenant", String(64), nullable=False),
-        Column("purpose", String(32), nullable=False),
-        Column("filename", Text, nullable=False),
-        Column("bytes", BigInteger, nullable=False),
-        Column("sha256", String(64), nullable=False),
-        Column("created_at", Double, nullable=False),
-        Column("created_by", Text, nullable=False),
-        Column("expires_at", Double, nullable=True),
-        Column("deleted_at", Double, nullable=True),
-        PrimaryKeyConstraint("id", name="pk_files"),
-    )
-    op.create_table(
-        "uploads",
-        Column("id", String(64), nullable=False),
-        Column("tenant", String(64), nullable=False),
-        Column("purpose", String(32), nullable=False),
-        Column("filename", Text, nullable=False),
-        Column("mime_type", Text, nullable=False),
-        Column("bytes", BigInteger, nullable=False),
-        Column("status", String(16), nullable=False),
-        Column("parts", Text, nullable=False),
-        Column("created_at", Double, nullable=False),
-        Column("created_by", Text, nullable=False),
-        Column("expires_at", Double, nullable=False),
-        Column("keeps_s", Integer, nullable=True),
-        Column("file", String(64), nullable=True),
-        CheckConstraint("status IN ('pending', 'completed', 'cancelled', 'expired')", name="ck_uploads_status"),
-        ForeignKeyConstraint(["file"], ["files.id"], name="fk_uploads_file"),
-        PrimaryKeyConstraint("id", name="pk_uploads"),
-    )
+    _create_files()
     op.create_table(
         "jobs",
         Column("id", String(64), nullable=False),
@@ -110,3 +78,39 @@ def upgrade() -> None:
         op.create_index(f"ix_{table}_tenant_created_at_id", table, ["tenant", "created_at", "id"])
     op.create_index("ix_job_events_job_id", "job_events", ["job", "id"])
     op.execute("CREATE INDEX ix_experiences_rewarded ON experiences (policy, rewarded_at, id) WHERE state = 'rewarded'")
+
+
+def _create_files() -> None:
+    op.create_table(
+        "files",
+        Column("id", String(64), nullable=False),
+        Column("tenant", String(64), nullable=False),
+        Column("purpose", String(32), nullable=False),
+        Column("filename", Text, nullable=False),
+        Column("bytes", BigInteger, nullable=False),
+        Column("sha256", String(64), nullable=False),
+        Column("created_at", Double, nullable=False),
+        Column("created_by", Text, nullable=False),
+        Column("expires_at", Double, nullable=True),
+        Column("deleted_at", Double, nullable=True),
+        PrimaryKeyConstraint("id", name="pk_files"),
+    )
+    op.create_table(
+        "uploads",
+        Column("id", String(64), nullable=False),
+        Column("tenant", String(64), nullable=False),
+        Column("purpose", String(32), nullable=False),
+        Column("filename", Text, nullable=False),
+        Column("mime_type", Text, nullable=False),
+        Column("bytes", BigInteger, nullable=False),
+        Column("status", String(16), nullable=False),
+        Column("parts", Text, nullable=False),
+        Column("created_at", Double, nullable=False),
+        Column("created_by", Text, nullable=False),
+        Column("expires_at", Double, nullable=False),
+        Column("keeps_s", Integer, nullable=True),
+        Column("file", String(64), nullable=True),
+        CheckConstraint("status IN ('pending', 'completed', 'cancelled', 'expired')", name="ck_uploads_status"),
+        ForeignKeyConstraint(["file"], ["files.id"], name="fk_uploads_file"),
+        PrimaryKeyConstraint("id", name="pk_uploads"),
+    )

@@ -46,12 +46,11 @@ class CommitTimer:
         self._commit = AutomaticCommit(ledger.transactions, ledger.rewards)
         self._caught_up = wait_until_taken
         self._places: dict[int, Place | None] = {}
-        self._rules: dict[tuple[int, str], BatchRules] = {}
+        #: By a policy and its options; None where rows are committed by hand.
+        self._rules: dict[tuple[int, str], BatchRules | None] = {}
 
     async def run(self) -> None:
-        """Commit what is due every TURN_S seconds, and sooner while there is more; nothing if that is done by hand."""
-        if self._settings.buffer.commit == "manual":
-            return
+        """Commit what is due every TURN_S seconds, and sooner while there is more."""
         pause_s = min(TURN_S, self._settings.explorer.service_status_check_interval)
         await every(pause_s, self.look, task="commit", metrics=self._metrics)
 
@@ -71,11 +70,12 @@ class CommitTimer:
         for policy in self._ledger.policies.all():
             key = policy.id, repr(policy.settings)
             if key not in self._rules:
+                self._rules[key] = None
                 with suppress(PolicyRefused):  # Its trainer says so.
                     settings = settings_of_policy(self._settings, policy.settings) if policy.id else self._settings
-                    self._rules[key] = BatchRules.of(settings, policy.id)
-            if key in self._rules:
-                rules[policy.id] = self._rules[key]
+                    self._rules[key] = BatchRules.of(settings, policy.id) if settings.buffer.commit == "auto" else None
+            if (found := self._rules[key]) is not None:
+                rules[policy.id] = found
         return rules
 
     def _commit_some(self, policies: dict[int, BatchRules]) -> bool:

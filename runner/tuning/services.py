@@ -574,6 +574,7 @@ def policy_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
         "algorithm.algorithm_type": algorithm.algorithm_type,
         "algorithm.optimizer.lr": algorithm.learning_rate,
         "buffer.group_by": "task" if compared else "run",
+        "buffer.commit": "manual",
         "trainer.save_interval": 1,
     }
     options |= {f"buffer.{name}": value for name, value in step_settings(algorithm)["buffer"].items()}

@@ -128,6 +128,7 @@ def plan_job(settings: Settings, method: str, asked: Mapping[str, Any], *, lines
         learns = not own.of_any_reply and own.algorithm_type != "distill"
         options |= {
             "algorithm.algorithm_type": own.algorithm_type if learns else "grpo",
+            "buffer.commit": "manual",
             "buffer.group_by": "task",
             "buffer.group_size": samples,
             "buffer.whole_groups_only": False,

@@ -4,6 +4,7 @@
 {folder}/secrets/msg_id.key            the key that the names of replies are signed with
 {folder}/ledger.db, ledger.pg_dump     the database, as of one moment
 {folder}/checkpoints/global_step_{n}/  the versions that this database names
+{folder}/files/{id}                    what clients uploaded to fine-tune on
 {folder}/manifest.json                 what it is of, and the size of each file
 
 A record goes from the outbox into the database. The outbox is copied first, so a record that moves on meanwhile is in
@@ -38,6 +39,7 @@ from tuneloop.shared.job_marks import (
     restoring_in,
 )
 from tuneloop.shared.ledger.facts import TRAINER_SEEN_S
+from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.dump import Snapshot, dump_name, load, open_snapshot
@@ -120,6 +122,9 @@ def back_up(settings: Settings, target: Path, *, clock: Callable[[], float] = ti
                 newest, saved = _save(settings, snapshot, draft, last=number == _TRIES - 1)
             if saved is not None:
                 break
+        for file in sorted((settings.job_dir / FILES).glob("*")):  # what the database names was there before
+            with suppress(FileNotFoundError):  # deleted since
+                _copy(file, draft / FILES / file.name)
         manifest = BackupManifest(
             format=FORMAT,
             release=VERSION,
@@ -280,6 +285,8 @@ def restore(
                 _copy(saved, target)
         for path in _files(root / "spool"):  # of a release without an outbox: the explorer converts it at its start
             _copy(path, job / path.relative_to(root))
+        for path in _files(root / FILES):
+            _copy(path, job / FILES / path.name)
         if (root / KEY).exists():
             _copy(root / KEY, job / KEY)
         (job / SERVED).unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from tuneloop.shared.settings.settings import Settings
 #: What a policy may have of its own: whole sections, and single options.
 _OWN = re.compile(
     r"(algorithm|rollout|gate)\..+|model\.lora\.(rank|alpha)|trainer\.(save_interval|max_staleness|total_steps|seed)"
-    r"|buffer\.(train_batch_size|batch_timeout|order|max_backlog|group_by|group_size|group_timeout|whole_groups_only)"
+    r"|buffer\.(commit|train_batch_size|batch_timeout|order|max_backlog|group_by|group_size|group_timeout|whole_groups_only)"
 )
 
 

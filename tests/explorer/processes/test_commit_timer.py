@@ -115,3 +115,22 @@ async def test_it_waits_for_feedback_on_its_way(running_explorer, double: Engine
     taken[0] = True
     await timer.look()
     assert explorer.ledger.reports.counts()[State.COMMITTED] == 1
+
+
+async def test_a_policy_may_be_committed_by_hand(running_explorer, double: EngineDouble) -> None:
+    explorer = running_explorer(double)
+    settings = explorer.settings.model_copy(
+        update={"buffer": explorer.settings.buffer.model_copy(update={"commit": "auto"})}
+    )
+    by_hand = explorer.ledger.policies.create("tuned", settings={"buffer.commit": "manual"}, by="tests").id
+    for policy in (0, by_hand):
+        said = exchange(msg_id=f"chatcmpl-of-{policy}", policy=policy)
+        explorer.ledger.recording.record([said, feedback(msg_id=said.msg_id)])
+
+    async def is_taken(timeout_s: float) -> bool:
+        return True
+
+    timer = CommitTimer(settings, explorer.ledger, wait_until_taken=is_taken, metrics=Metrics())
+    await timer.look()
+    committed = explorer.rows("SELECT policy, state FROM experiences ORDER BY policy")
+    assert committed == [(0, "committed"), (by_hand, "rewarded")]

@@ -23,6 +23,7 @@ from tuneloop.shared.checkpoints import check_files, read_manifest
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import Kind, State, encode
 from tuneloop.shared.job_marks import KEY, require_restored, restoring_in
+from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database, dump, revisions
 from tuneloop.shared.ledger.storage.schema import RESTORE, epochs
@@ -149,6 +150,8 @@ def source(bench: Bench) -> Experiment:
 
 @pytest.mark.parametrize("bench", BOTH, indirect=True)
 def test_what_was_backed_up_is_there_again_elsewhere(source: Experiment, bench: Bench, tmp_path: Path) -> None:
+    (source.job / FILES).mkdir()
+    (source.job / FILES / "file-1").write_bytes(b"{}\n")
     before = source.tables()
     counts, waiting = source.ledger.reports.counts(), outbox_status(source.settings.outbox_dir, {})
     back_up(source.settings, tmp_path / "backup")
@@ -168,6 +171,7 @@ def test_what_was_backed_up_is_there_again_elsewhere(source: Experiment, bench: 
     }
     assert target.ledger.reports.audit() == []
     assert (target.job / KEY).read_bytes() == (source.job / KEY).read_bytes()
+    assert (target.job / FILES / "file-1").read_bytes() == b"{}\n"
     champion = target.ledger.versions.champion()
     assert (champion.version, champion.path, champion.pinned) == (2, target.job / "global_step_2", True)
     check_files(champion.path, read_manifest(champion.path, sha256=champion.manifest_sha256))

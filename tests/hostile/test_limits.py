@@ -18,17 +18,21 @@ from tuneloop.explorer.access import feedback_tokens
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.drain import STOP_S
 from tuneloop.explorer.feedback import events, routes
+from tuneloop.explorer.finetuning import stored_bytes
 from tuneloop.explorer.http import bodies
 from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
 from tuneloop.explorer.proxy import media, request
-from tuneloop.explorer.routes import admin, keys, passthrough, stored_completions
+from tuneloop.explorer.routes import admin, grader_trials, keys, passthrough, stored_completions
 from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
+from tuneloop.shared.finetuning import lines
+from tuneloop.shared.ledger.files import UPLOAD_S
 from tuneloop.shared.ledger.recording.feedback import MAX_EARLY, MAX_SAID, MAX_SAID_BY_ONE
 from tuneloop.shared.ledger.recording.stored_completions import MAX_EXAMINED, MAX_PAGE_BYTES, MAX_PAIRS
 from tuneloop.shared.ledger.training.groups import MAX_CONNECTED
+from tuneloop.shared.operations import job_requests
 from tuneloop.shared.settings.serving import ExplorerSettings
 from tuneloop.shared.settings.settings import options
 
@@ -85,6 +89,13 @@ FIXED: dict[str, object] = {
     "an administrator's reason": admin.MAX_REASON,
     "events of versions in one answer": admin.MAX_EVENTS,
     "lines that one event writes to a process's log": logging.LINES_AT_ONCE,
+    "open [fine-tuning jobs](fine_tuning.md) of a tenant": job_requests.MOST_OPEN,
+    "a [file](files.md)": stored_bytes.MAX_FILE_BYTES,
+    "a part of an upload": stored_bytes.MAX_PART_BYTES,
+    "how long an upload may take": UPLOAD_S,
+    "room that files leave on the disk": stored_bytes.RESERVED_BYTES,
+    "a line of a file": lines.MAX_LINE_BYTES,
+    "a grader that is tried": grader_trials._MAX_BODY_BYTES,
 }
 
 
@@ -204,6 +215,8 @@ BEYOND: dict[str, Callable[[Beyond], Any]] = {
     ),
     "a request for a key": lambda to: to.post("/admin/keys", b" " * to.more),
     "an administrator's body": lambda to: to.post("/admin/versions/unpin", b" " * to.more),
+    "a [file](files.md)": lambda to: to.announce("/v1/files"),
+    "a grader that is tried": lambda to: to.post("/v1/fine_tuning/alpha/graders/validate", b" " * to.more),
     "an administrator's reason": lambda to: to.post("/admin/versions/unpin", {"reason": "x" * to.more}),
     "events of versions in one answer": lambda to: to.http.get(
         f"/admin/versions/events?last={to.more}", headers={"Authorization": f"Bearer {ADMIN_KEY}"}

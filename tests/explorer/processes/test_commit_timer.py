@@ -83,9 +83,11 @@ def test_until_it_is_committed_training_says_when(
 async def test_the_leading_explorer_alone_commits(running_explorer, double: EngineDouble) -> None:
     explorer = running_explorer(double)
     ledger = explorer.ledger
-    settings = explorer.settings.model_copy(
-        update={"buffer": explorer.settings.buffer.model_copy(update={"commit": "auto"})}
-    )
+    changed = {
+        "buffer": explorer.settings.buffer.model_copy(update={"commit": "auto"}),
+        "explorer": explorer.settings.explorer.model_copy(update={"proxy_port": 1}),
+    }
+    settings = explorer.settings.model_copy(update=changed)  # of a second explorer
     said = exchange(msg_id="chatcmpl-old")
     ledger.recording.record([said, feedback(msg_id=said.msg_id)])
 
@@ -93,7 +95,7 @@ async def test_the_leading_explorer_alone_commits(running_explorer, double: Engi
         return True
 
     timer = CommitTimer(settings, ledger, wait_until_taken=is_taken, metrics=Metrics())
-    assert ledger.explorers.lead("another") is not None
+    eventually(lambda: ledger.explorers.lead(explorer.settings.explorer_name) is not None)
     await timer.look()
     assert ledger.reports.counts()[State.COMMITTED] == 0
 

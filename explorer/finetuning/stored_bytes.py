@@ -72,11 +72,11 @@ class _Form:
 
     def header_field(self, data: bytes, start: int, end: int) -> None:
         """Some of a header's name."""
-        self._header += self._bound(data[start:end])
+        self._header += data[start:end]
 
     def header_value(self, data: bytes, start: int, end: int) -> None:
         """Some of a header's value."""
-        self._value += self._bound(data[start:end])
+        self._value += data[start:end]
 
     def header_end(self) -> None:
         """A header is complete."""
@@ -92,6 +92,7 @@ class _Form:
     def headers_finished(self) -> None:
         """What a field holds begins."""
         if not self._is_file:
+            self._room -= len(self._name)
             self.fields[self._name] = b""
 
     def part_data(self, data: bytes, start: int, end: int) -> None:
@@ -99,14 +100,10 @@ class _Form:
         if self._is_file:
             self.data += data[start:end]
             return
-        self.fields[self._name] += self._bound(data[start:end])
-
-    def _bound(self, data: bytes) -> bytes:
-        """Count what is kept beside the file. Raises RequestRefused for more than there is room for."""
-        self._room -= len(data)
+        self._room -= end - start
         if self._room < 0:
             raise RequestRefused(f"the fields beside {self._field} are too large", status=413, code="body_too_large")
-        return data
+        self.fields[self._name] += data[start:end]
 
     def end(self) -> None:
         """The form is complete."""

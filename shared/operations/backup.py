@@ -122,9 +122,9 @@ def back_up(settings: Settings, target: Path, *, clock: Callable[[], float] = ti
                 newest, saved = _save(settings, snapshot, draft, last=number == _TRIES - 1)
             if saved is not None:
                 break
-        for file in sorted((settings.job_dir / FILES).glob("*")):  # what the database names was there before
+        for upload in sorted((settings.job_dir / FILES).glob("*")):  # what the database names was there before
             with suppress(FileNotFoundError):  # deleted since
-                _copy(file, draft / FILES / file.name)
+                _copy(upload, draft / FILES / upload.name)
         manifest = BackupManifest(
             format=FORMAT,
             release=VERSION,

@@ -215,8 +215,6 @@ BEYOND: dict[str, Callable[[Beyond], Any]] = {
     ),
     "a request for a key": lambda to: to.post("/admin/keys", b" " * to.more),
     "an administrator's body": lambda to: to.post("/admin/versions/unpin", b" " * to.more),
-    "a [file](files.md)": lambda to: to.announce("/v1/files"),
-    "a grader that is tried": lambda to: to.post("/v1/fine_tuning/alpha/graders/validate", b" " * to.more),
     "an administrator's reason": lambda to: to.post("/admin/versions/unpin", {"reason": "x" * to.more}),
     "events of versions in one answer": lambda to: to.http.get(
         f"/admin/versions/events?last={to.more}", headers={"Authorization": f"Bearer {ADMIN_KEY}"}

@@ -137,7 +137,7 @@ PURPOSE = b'Content-Disposition: form-data; name="purpose"\r\n\r\nfine-tune'
         (form(NAMED % (b"a" * 300), PURPOSE), "multipart/form-data; boundary=x", "invalid_value"),
         (form((NAMED % b"a")[:-3], PURPOSE), "multipart/form-data; boundary=x", "empty_file"),
         (form(NAMED % b"a", PURPOSE + b"e" * 70_000), "multipart/form-data; boundary=x", "body_too_large"),
-        (form(b"X: " + b"e" * 70_000), "multipart/form-data; boundary=x", "body_too_large"),
+        (form(b"X: " + b"e" * 70_000), "multipart/form-data; boundary=x", "invalid_multipart"),
     ],
 )
 def test_a_broken_form_is_refused_and_leaves_nothing(

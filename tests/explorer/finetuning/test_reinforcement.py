@@ -18,6 +18,7 @@ from tests.explorer import adapters
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.explorer.access.feedback_tokens import FeedbackTokens, JobClaims
 from tuneloop.explorer.finetuning import reinforcement
+from tuneloop.explorer.finetuning.line_checks import LineChecks
 from tuneloop.explorer.processes.control import Workers
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.experience import JobState, Scope, steady_clock
@@ -47,6 +48,7 @@ def explorer(tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPat
     double.says |= {"models": "7"} | {f"global_step_{number}": "7" for number in range(1, 9)}
     for name, value in (("LOOK_S", 0.05), ("_PAUSE_S", 0.2)):
         monkeypatch.setattr(reinforcement, name, value)
+    monkeypatch.setattr(LineChecks, "check", lambda *_: None)  # the tests queue their jobs themselves
     url: list[str] = []
     monkeypatch.setattr(Workers, "url", property(lambda self: url[0]))
     with explorer_running(settings.model_copy(update={"model": model})) as running:

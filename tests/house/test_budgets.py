@@ -8,7 +8,7 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 74_860
+SOURCE_LINES = 74_885
 TEST_LINES = 88_080
 OPTIONS = 174
 #: Per thousand of all functions.

@@ -25,6 +25,7 @@ from tuneloop.cli.options import (
 )
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State, person_behind, person_name
+from tuneloop.shared.finetuning.lines import LineIndex
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.ledger.ledger import Ledger
@@ -227,13 +228,16 @@ def erase_line(ledger: Ledger, job_dir: Path, file_id: str, line: int, *, dry_ru
         raise EnvironmentRefused(f"--file: there is no file {file_id}")
     problems = []
     try:
-        with (job_dir / FILES / file.id).open("rb" if dry_run else "r+b") as stored:
-            place = next(((at, size) for number, at, size in _places(stored) if number == line), None)
-            if place is None:
-                raise EnvironmentRefused(f"--line: {file_id} has no line {line}")
-            if not dry_run:
-                stored.seek(place[0])
-                stored.write(b" " * place[1])
+        index = LineIndex.of(job_dir / FILES / file.id)
+        if line > index.lines:
+            raise EnvironmentRefused(f"--line: {file_id} has no line {line}")
+        if not dry_run:
+            begin, end = map(int, index.places[line - 1 : line + 1])
+            with index.file.open("r+b") as stored:
+                stored.seek(end - 1)
+                end -= stored.read(1) == b"\n"
+                stored.seek(begin)
+                stored.write(b" " * (end - begin))
                 stored.flush()
                 os.fsync(stored.fileno())
     except FileNotFoundError:
@@ -243,18 +247,6 @@ def erase_line(ledger: Ledger, job_dir: Path, file_id: str, line: int, *, dry_ru
     deleted = [ledger.retention.erase_line(file.tenant, file.id, line, dry_run=dry_run)]
     found = _tell(ledger, file.tenant, f"{file.id}:{line}", (), deleted, dry_run=dry_run)
     return found._replace(problems=(*problems, *found.problems))
-
-
-def _places(file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-    """Each line's number, where it begins, and how many bytes it has before its end."""
-    number, begin, at = 1, 0, 0
-    while data := file.readline(1 << 20):
-        at += len(data)
-        if data.endswith(b"\n"):
-            yield number, begin, at - begin - 1
-            number, begin = number + 1, at
-    if at > begin:
-        yield number, begin, at - begin
 
 
 def _tell(

@@ -5,14 +5,11 @@ so that memory does not depend on the file; and those of an epoch only when all 
 Where a trainer goes on is written with the rows: `rows_taken` counts the lines of all epochs.
 """
 
-import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count, islice
-from pathlib import Path
-from typing import NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -22,8 +19,7 @@ import torch
 
 from tuneloop.shared.errors import FileRefused
 from tuneloop.shared.experience import Exchange, Sample, VersionState
-from tuneloop.shared.finetuning import lines as file_lines
-from tuneloop.shared.finetuning.lines import FileLine
+from tuneloop.shared.finetuning.lines import LineIndex, read_lines
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.ledger.jobs import Job
@@ -50,50 +46,6 @@ _SCORED = 64
 
 #: So many of the newest events are looked through for the last step that was told.
 _LOOKED_THROUGH = 100
-
-_BLOCK = 1 << 20
-
-
-class LineIndex(NamedTuple):
-    """Where each line of a file begins, and where the last one ends: what is between two of them is a line."""
-
-    file: Path
-    places: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, file: Path) -> Self:
-        """Raises OSError."""
-        ends, at = [np.zeros(1, np.int64)], 0
-        with file.open("rb") as source:
-            while block := source.read(_BLOCK):
-                ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (at + 1))
-                at += len(block)
-        places = np.concatenate(ends)
-        return cls(file, places if places[-1] == at else np.append(places, at))
-
-    @property
-    def lines(self) -> int:
-        """How many there are, empty ones too."""
-        return len(self.places) - 1
-
-    def read(self, numbers: Sequence[int], method: str) -> Iterator[FileLine]:
-        """These lines, counted from 0, but for empty ones. Raises FileRefused for a mistake, OSError."""
-        kept: list[int] = []
-        # A file in memory: the disk may be full.
-        with self.file.open("rb") as source, os.fdopen(os.memfd_create("lines"), "wb") as beside:
-            for number in numbers:
-                source.seek(self.places[number])
-                line = source.read(int(self.places[number + 1] - self.places[number])).strip()
-                if line:
-                    kept.append(number + 1)
-                    beside.write(line + b"\n")
-            beside.flush()
-            try:
-                for found in file_lines.read_lines(Path(f"/proc/self/fd/{beside.fileno()}"), method) if kept else ():
-                    yield msgspec.structs.replace(found, number=kept[found.number - 1])
-            except FileRefused as error:
-                told = re.sub(r"\bline (\d+)", lambda match: f"line {kept[int(match[1]) - 1]}", str(error))
-                raise FileRefused(told) from None
 
 
 class FileJobs:
@@ -289,7 +241,7 @@ class FileJobs:
 
         def rows() -> Iterator[Sample]:  # Pairs stand side by side.
             numbers, file = count(), self._settings.job_dir / FILES / str(job.validation_file)
-            for line in file_lines.read_lines(file, job.method):
+            for line in read_lines(file, job.method):
                 for learnt in learnt_of(line):
                     with suppress(LineLeftOut):
                         yield from (held_out(each, next(numbers)) for each in render(learnt, line.tools, now.settings))

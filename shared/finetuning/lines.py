@@ -4,17 +4,22 @@ A file is read line by line, and a line that is too long is not kept: memory doe
 spaces are passed over, so that a line that was erased moves none of the numbers behind it.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from tuneloop.shared.errors import FileRefused
 
 #: Bytes of the longest line, and how deep its JSON may be nested.
 MAX_LINE_BYTES, MAX_DEPTH = 4 << 20, 200
+
+#: Bytes that are looked through at once for the ends of lines.
+_BLOCK = 1 << 20
 
 METHODS = ("supervised", "dpo", "reinforcement")
 
@@ -51,6 +56,38 @@ class LineMistake(NamedTuple):
     message: str
 
 
+class LineIndex(NamedTuple):
+    """Where each line of a file begins, and where the last one ends: what is between two of them is a line."""
+
+    file: Path
+    places: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, file: Path) -> Self:
+        """Raises OSError."""
+        ends, at = [np.zeros(1, np.int64)], 0
+        with file.open("rb") as source:
+            while block := source.read(_BLOCK):
+                ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (at + 1))
+                at += len(block)
+        places = np.concatenate(ends)
+        return cls(file, places if places[-1] == at else np.append(places, at))
+
+    @property
+    def lines(self) -> int:
+        """How many there are, empty ones too."""
+        return len(self.places) - 1
+
+    def read(self, numbers: Sequence[int], method: str) -> Iterator[FileLine]:
+        """These lines, counted from 0, but for empty ones. Raises FileRefused for a mistake, OSError."""
+        with self.file.open("rb") as source:
+            for number in numbers:
+                source.seek(self.places[number])
+                line = source.read(int(self.places[number + 1] - self.places[number]))
+                if line.strip():
+                    yield read_line(number + 1, line, method)
+
+
 class FileCheck(NamedTuple):
     """How many lines a file has, and the first mistakes."""
 
@@ -68,6 +105,14 @@ def read_lines(file: Path, method: str) -> Iterator[FileLine]:
         if isinstance(line, LineMistake):
             raise FileRefused(f"line {line.number}: {line.message}")
         yield line
+
+
+def read_line(number: int, data: bytes, method: str) -> FileLine:
+    """One line of a file, by its number. Raises FileRefused for a mistake."""
+    try:
+        return _parse(number, data if len(data.rstrip(b"\n")) <= MAX_LINE_BYTES else None, method)
+    except _Mistake as mistake:
+        raise FileRefused(f"line {number}: {mistake}") from None
 
 
 def check_file(file: Path, method: str, *, most: int = 20) -> FileCheck:

@@ -3,10 +3,8 @@
 import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from tuneloop.shared.errors import FileRefused
 from tuneloop.shared.experience import JobState
 from tuneloop.shared.finetuning.job_plan import plan_job
 from tuneloop.shared.ledger.files import FILES, StoredFile
@@ -102,28 +100,6 @@ def _rows() -> Any:
 
 
 _ROWS = _rows()
-
-
-def read_lines(file: Path, method: str) -> Any:
-    """The lines of a file that has no mistakes."""
-    from tuneloop.shared.finetuning.lines import FileLine
-
-    for number, text in enumerate(file.read_text().splitlines(), 1):
-        if not text.strip():
-            continue
-        item = json.loads(text)
-        if not isinstance(item, dict):
-            raise FileRefused(f"line {number}: every line must be a JSON object")
-        if method == "dpo":
-            yield FileLine(
-                number=number,
-                messages=item["input"]["messages"],
-                tools=item["input"].get("tools"),
-                preferred=item["preferred_output"][0],
-                rejected=item["non_preferred_output"][0],
-            )
-        else:
-            yield FileLine(number=number, messages=item["messages"], tools=item.get("tools"))
 
 
 Make = Callable[..., Settings]

@@ -13,12 +13,10 @@ import pytest
 import yaml
 
 from tests.doubles.warm.process import TRAINING, WarmProcess
-from tests.trainer import fine_tuning
 from tests.trainer.factories import Waited, commit, sample
 from tests.trainer.fine_tuning import LORA, conversation, create_job, lines_of_rows, preference
 from tuneloop.shared.errors import NotFinite
 from tuneloop.shared.experience import JobState, PolicyState, State
-from tuneloop.shared.finetuning import lines as file_lines
 from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.codec import from_blob
@@ -27,11 +25,6 @@ from tuneloop.trainer import file_jobs
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.loop import TrainingLoop, run
 from tuneloop.trainer.micro_batch import MicroBatch
-
-
-@pytest.fixture(autouse=True)
-def _reader(monkeypatch):
-    monkeypatch.setattr(file_lines, "read_lines", fine_tuning.read_lines)
 
 
 @pytest.fixture
@@ -282,7 +275,6 @@ from threading import Event
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from tests.trainer import fine_tuning
-from tuneloop.shared.finetuning import lines
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.database import Transactions
 from tuneloop.shared.settings.loader import load_settings
@@ -290,7 +282,6 @@ from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.loop import TrainingLoop, run
 from tuneloop.trainer.micro_batch import MicroBatch
 
-lines.read_lines = fine_tuning.read_lines
 random.seed(int(sys.argv[3]))
 kills = int(sys.argv[4])
 for number in range(kills + 1):

@@ -40,14 +40,13 @@ from tuneloop.shared.ledger.files import FILES, StoredFile
 from tuneloop.shared.ledger.jobs import OPEN, Job, JobDraft, JobEvent
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.database import upgrade
+from tuneloop.shared.operations.job_requests import MAX_SUFFIX, PURPOSE
 from tuneloop.shared.settings.base_model import require_trainable
 from tuneloop.shared.settings.loader import OVERRIDES_VARIABLE, read_settings
 from tuneloop.shared.settings.settings import Settings, holds_secret
 
 #: One line of so many is held out where no validation file is given.
 _HELD_OUT = 10
-
-_MAX_SUFFIX = 64
 
 #: Seconds between two looks, and those that a trainer gets to stop.
 _LOOK_S, _STOP_S = 0.3, 120.0
@@ -79,8 +78,8 @@ def finetune(
     require_trainable(settings)
     open_to_group(settings)
     upgrade(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
-    if suffix is not None and not 0 < len(suffix) <= _MAX_SUFFIX:
-        raise JobRefused(f"--suffix: has {len(suffix)} characters; write 1 to {_MAX_SUFFIX}")
+    if suffix is not None and not 0 < len(suffix) <= MAX_SUFFIX:
+        raise JobRefused(f"--suffix: has {len(suffix)} characters; write 1 to {MAX_SUFFIX}")
     asked = {"n_epochs": epochs, "batch_size": batch_size, "learning_rate_multiplier": lr_multiplier}
     given = {name: value for name, value in asked.items() if value is not None}
     began = time.monotonic()
@@ -191,7 +190,7 @@ def _keep(settings: Settings, ledger: Ledger, path: Path, part: slice, tenant: s
         StoredFile(
             id=file_id,
             tenant=tenant,
-            purpose="fine-tune",
+            purpose=PURPOSE,
             filename=path.name,
             bytes=size,
             sha256=digest.hexdigest(),

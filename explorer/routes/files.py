@@ -25,9 +25,10 @@ from tuneloop.shared.errors import FileRefused, RequestRefused
 from tuneloop.shared.experience import MAX_NAME
 from tuneloop.shared.ledger.files import FILES, Files, StoredFile, Upload
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.operations.job_requests import PURPOSE
 from tuneloop.shared.settings.settings import Settings
 
-PURPOSES = ("fine-tune",)
+PURPOSES = (PURPOSE,)
 
 #: The files of a page, at most and if nothing is said.
 MAX_LIMIT = 10_000

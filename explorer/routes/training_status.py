@@ -86,11 +86,7 @@ def _status(
 
     With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out.
     """
-    rules, now, batches = Rules.of(settings), steady_clock(), BatchRules.of(settings, policy.id)
-    if policy.id:
-        own = settings.step_rules
-        rules = rules._replace(batch_size=own.batch_size, batch_timeout=own.batch_timeout)
-        rules = rules._replace(save_interval=own.save_interval, total_steps=own.total_steps)
+    rules, now, batches = Rules.of(settings, policy.id), steady_clock(), BatchRules.of(settings, policy.id)
     facts = ledger.reports.facts(batches, batch=rules.least)
     reasons = diagnose(Facts(now=now, rules=rules, outbox=outbox, ledger=facts, stops=stops))
     if tenant is not None:

@@ -143,9 +143,12 @@ class Rules(NamedTuple):
         return self.batch_size if self.batch_timeout is None else 1
 
     @classmethod
-    def of(cls, settings: Settings) -> Self:
-        """The rules of these settings; of steps, those of the trainer that started last: its file may say others."""
-        steps = step_rules_in(settings.job_dir) or settings.step_rules
+    def of(cls, settings: Settings, policy: int = 0) -> Self:
+        """The rules of a policy's settings.
+
+        Of the default policy's steps, those of the trainer that started last: its file may say others.
+        """
+        steps = (step_rules_in(settings.job_dir) if not policy else None) or settings.step_rules
         return cls(
             steps.batch_size,
             settings.buffer.group_by,

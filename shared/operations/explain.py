@@ -166,7 +166,7 @@ class _Explainer:
     def explain_row(self, row: RowHistory) -> ReplyExplanation:
         policy = self._ledger.policies.get(row.policy)
         settings = settings_of_policy(self._settings, policy.settings) if policy.id else self._settings
-        self._batch_rules, self._rules = BatchRules.of(settings, policy.id), Rules.of(settings)
+        self._batch_rules, self._rules = BatchRules.of(settings, policy.id), Rules.of(settings, policy.id)
         reason, version = row.reason or "", f"version {row.version_min}"
         if row.version_max != row.version_min:
             version += f" to {row.version_max}"

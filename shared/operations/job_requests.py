@@ -13,6 +13,7 @@ from tuneloop.shared.errors import JobRefused, PolicyRefused, RequestRefused
 from tuneloop.shared.experience import JobState
 from tuneloop.shared.finetuning.graders import check_grader
 from tuneloop.shared.finetuning.job_plan import plan_job
+from tuneloop.shared.finetuning.lines import METHODS
 from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.ledger.jobs import Job, JobDraft
 from tuneloop.shared.ledger.ledger import Ledger
@@ -26,8 +27,6 @@ MAX_SUFFIX, MAX_SEED, MOST_OPEN = 64, 2**31 - 1, 50
 
 #: The purpose of a file that a job learns from.
 PURPOSE = "fine-tune"
-
-_METHODS = ("supervised", "dpo", "reinforcement")
 
 _FILES = ("training_file", "validation_file")
 _FIELDS = {"model", *_FILES, "suffix", "seed", "metadata", "method", "hyperparameters", "integrations"}
@@ -151,8 +150,8 @@ def _method_of(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     method = body.get("method")
     _require(method, dict, "method", "an object")
     kind = "supervised" if method is None else method.get("type")
-    if not isinstance(kind, str) or kind not in _METHODS:
-        reason = f"method.type must be one of {', '.join(_METHODS)}"
+    if not isinstance(kind, str) or kind not in METHODS:
+        reason = f"method.type must be one of {', '.join(METHODS)}"
         raise RequestRefused(reason, code="invalid_value", param="method.type")
     config = (method or {}).get(kind)
     _require(config, dict, f"method.{kind}", "an object")

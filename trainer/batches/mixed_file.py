@@ -4,19 +4,16 @@ Which rows a step has follows from its number and `trainer.seed` alone: each row
 order each time. A step that is made again after a crash has the same.
 """
 
-import json
 from functools import lru_cache
 from typing import Self
 
 import numpy as np
-from jinja2 import TemplateError
 
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.experience import Sample
-from tuneloop.shared.finetuning.lines import FileLine, read_lines
+from tuneloop.shared.finetuning.lines import read_lines
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.edited_answers import edited_answer_ids
-from tuneloop.trainer.batches.tokenizer import tokenizer_of
+from tuneloop.trainer.batches.rendered_lines import LineLeftOut, LineTooLong, held_out, learnt_of, render
 
 
 class MixedFile:
@@ -36,10 +33,18 @@ class MixedFile:
         rows: list[Sample] = []
         try:
             for line in read_lines(mix.file, "supervised"):
-                rows += _rows_of(line, settings, first=len(rows))
+                for learnt in learnt_of(line):
+                    written = render(learnt, line.tools, settings)
+                    # Numbers below 0 are of no row of the ledger.
+                    rows += [held_out(each, -1 - number) for number, each in enumerate(written, len(rows))]
         except OSError as error:
             raise EnvironmentRefused(f"algorithm.mix.file: {mix.file} cannot be read: {error.strerror}") from None
-        except (FileRefused, _LineRefused) as error:
+        except LineLeftOut as error:
+            why = str(error)
+            if isinstance(error, LineTooLong):
+                why = f"it has more than the {error.longest:.0f} tokens of model.max_model_len"
+            raise EnvironmentRefused(f"algorithm.mix.file: {mix.file}: line {line.number}: {why}") from None
+        except FileRefused as error:
             raise EnvironmentRefused(f"algorithm.mix.file: {mix.file}: {error}") from None
         if not rows:
             raise EnvironmentRefused(f"algorithm.mix.file: {mix.file} has nothing to be learnt")
@@ -56,49 +61,3 @@ class MixedFile:
     def _shuffle(self, epoch: int) -> list[int]:
         found: list[int] = np.random.default_rng((self._seed, epoch)).permutation(len(self._rows)).tolist()
         return found
-
-
-class _LineRefused(Exception):
-    """The message says which line, and why."""
-
-
-def _rows_of(line: FileLine, settings: Settings, *, first: int) -> list[Sample]:
-    """The messages of the assistant that are learnt, each behind what the template writes before it."""
-    words, found = tokenizer_of(settings), list[Sample]()
-    longest = settings.model.max_model_len or np.inf
-    for at, message in enumerate(line.messages):
-        if message.get("role") != "assistant" or message.get("weight") == 0:
-            continue
-        try:
-            written = words.apply_chat_template(
-                line.messages[:at], tools=list(line.tools or ()) or None, add_generation_prompt=True, tokenize=False
-            )
-        except (TemplateError, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise _LineRefused(f"line {line.number}: the chat template does not write it: {error}") from None
-        sample = _row(words.encode(str(written), add_special_tokens=False), [], first + len(found))
-        answer = {name: value for name, value in message.items() if name != "weight" and value is not None}
-        ids = edited_answer_ids(sample, json.dumps(answer), settings)
-        if isinstance(ids, str) or len(sample.prompt_ids) + len(ids) > longest:
-            why = ids if isinstance(ids, str) else f"it has more than the {longest} tokens of model.max_model_len"
-            raise _LineRefused(f"line {line.number}: {why.replace('the edited answer', 'the answer')}")
-        found.append(_row(sample.prompt_ids.tolist(), ids, first + len(found)))
-    return found
-
-
-def _row(prompt: list[int], answer: list[int], number: int) -> Sample:
-    return Sample(
-        id=-1 - number,  # of no row of the ledger
-        prompt_ids=np.array(prompt, np.int32),
-        completion_ids=np.array(answer, np.int32),
-        logprobs=np.zeros(len(answer), np.float32),
-        reward=1.0,
-        temperature=1.0,
-        version_min=0,
-        version_max=0,
-        tenant="",
-        task_id=None,
-        run_id=None,
-        group_id=None,
-        rewarded_at=0.0,
-        committed_at=0.0,
-    )

@@ -38,6 +38,14 @@ class LineLeftOut(Exception):
     """Nothing can be learnt of the line; the message says why."""
 
 
+class LineTooLong(LineLeftOut):
+    """It has more tokens than the model takes, which are the `longest`."""
+
+    def __init__(self, tokens: int, longest: float) -> None:
+        super().__init__(f"too long: {tokens} tokens, and the model takes {longest:.0f}")
+        self.longest = longest
+
+
 def learnt_of(line: FileLine) -> Iterator[LearntAnswer]:
     """What is learnt of a line: of a conversation, each message of the assistant that has not the weight 0."""
     if line.preferred is not None and line.rejected is not None:
@@ -86,7 +94,7 @@ def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: S
         if isinstance(ids, str):
             raise LineLeftOut(ids.replace("the edited answer", "the answer"))
         if len(prompt) + len(ids) > longest:
-            raise LineLeftOut(f"too long: {len(prompt) + len(ids)} tokens, and the model takes {longest:.0f}")
+            raise LineTooLong(len(prompt) + len(ids), longest)
         calls = message.get("tool_calls")
         found.append(
             Experience(

@@ -23,7 +23,6 @@ On a machine without a GPU the model is tiny, and the run shows only that it run
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -42,7 +41,7 @@ import sqlalchemy
 import torch
 
 from benchmarks.on_gpu.random_model import make_model
-from benchmarks.on_gpu.services import Clock, await_ready, rollout_of, write_settings
+from benchmarks.on_gpu.services import Clock, await_ready, log_events, rollout_of, tell_trouble, write_settings
 from benchmarks.proxy.load import running
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.ui.reading.curves import CurveReader
@@ -130,7 +129,7 @@ def main() -> int:
                 _report(settings, log, traffic, clock, lanes=lanes, since=since)
             time.sleep(max(0.0, min(10.0, clock.remaining - 15)))
         finally:
-            _tell_trouble(log, clock)
+            tell_trouble(log, clock)
         _report(settings, log, traffic, clock, lanes=None, since=0.0)
     for failure in traffic.failures[:5]:
         print("failed:", failure)
@@ -240,8 +239,7 @@ def _report(settings: Settings, log: Path, traffic: Traffic, clock: Clock, *, la
 def timelines(settings: Settings, log: Path) -> list[Timeline]:
     """Of all versions that were registered."""
     told: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
-    for line in log.read_text(errors="replace").splitlines():
-        event = _event(line)
+    for event in log_events(log):
         number = event.get("step" if event.get("event") == "step" else "version")
         if isinstance(number, int) and event.get("timestamp"):
             at = datetime.fromisoformat(event["timestamp"]).timestamp()
@@ -263,15 +261,6 @@ def timelines(settings: Settings, log: Path) -> list[Timeline]:
         }
         found.append(Timeline(version, step, consumed, moments))
     return found
-
-
-def _event(line: str) -> dict[str, Any]:
-    start = line.find("{")
-    try:
-        event = json.loads(line[start:]) if start >= 0 else {}
-    except ValueError:
-        return {}
-    return event if isinstance(event, dict) else {}
 
 
 def stage_table(found: Sequence[Timeline]) -> str:
@@ -326,17 +315,6 @@ def _read(settings: Settings, query: Any) -> list[Any]:
             return list(connection.execute(query))
     finally:
         database.dispose()
-
-
-def _tell_trouble(log: Path, clock: Clock) -> None:
-    """Warnings and errors of the services, each once."""
-    told = set()
-    for line in log.read_text(errors="replace").splitlines():
-        event = _event(line)
-        name = str(event.get("event"))
-        if event.get("level") in {"warning", "error", "critical"} and name not in told:
-            told.add(name)
-            clock.say(f"the log says: {line[:400]}")
 
 
 def _options() -> argparse.Namespace:

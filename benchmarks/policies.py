@@ -21,13 +21,12 @@ On a machine without a GPU everything is tiny, and shows only that it runs.
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import random
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -38,7 +37,17 @@ import httpx
 import torch
 
 from benchmarks.on_gpu.random_model import make_model
-from benchmarks.on_gpu.services import Clock, await_ready, bare_engine, plugin_of, rollout_of, service, write_settings
+from benchmarks.on_gpu.services import (
+    Clock,
+    await_ready,
+    bare_engine,
+    log_events,
+    plugin_of,
+    rollout_of,
+    service,
+    tell_trouble,
+    write_settings,
+)
 from benchmarks.proxy.load import running
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.vllm_plugin import PACKS
@@ -100,7 +109,7 @@ def _serve(work: Path, options: argparse.Namespace, clock: Clock, stack: ExitSta
     settings = write_settings(work / "tuneloop.yaml", values)
     log, bare_log = work / "explorer.log", work / "bare.log"
     bare = stack.enter_context(bare_engine(settings, model, _BARE_PORT, bare_log, env={PACKS: "0"}))
-    ours = stack.enter_context(service(work / "tuneloop.yaml", "explorer", log))
+    ours = stack.enter_context(service(work / "tuneloop.yaml", "explorer", log, env={"TUNELOOP_LOG_JSON": "1"}))
     url = f"http://127.0.0.1:{_PORT}"
     await_ready(f"{url}/health/ready", ours, log, timeout_s=clock.remaining - 60)
     await_ready(f"http://127.0.0.1:{_BARE_PORT}/health", bare, bare_log, timeout_s=clock.remaining - 60)
@@ -138,7 +147,7 @@ def _serve(work: Path, options: argparse.Namespace, clock: Clock, stack: ExitSta
         print(f"{at_once} at once: ours {own:,.0f} tokens/s, bare {other:,.0f}, ratio {ratio:.3f} in {len(pairs)}")
     failed += _first_replies(ledger, names, versions, options, clock)
     print(f"failed requests: {failed}")
-    _tell_trouble(log, clock)
+    tell_trouble(log, clock)
     return int(failed > 0)
 
 
@@ -303,9 +312,9 @@ def _tell_at_end(log: Path, clock: Clock) -> Iterator[None]:
     try:
         yield
     finally:
-        _tell_trouble(log, clock)
-        switches = [each["seconds"] for each in _events(log) if each.get("event") == "policy_switch"]
-        steps = [each["seconds"] for each in _events(log) if each.get("event") == "step" and "seconds" in each]
+        tell_trouble(log, clock)
+        switches = [each["seconds"] for each in log_events(log) if each.get("event") == "policy_switch"]
+        steps = [each["seconds"] for each in log_events(log) if each.get("event") == "step" and "seconds" in each]
         if switches:
             later = sorted(switches[len(switches) // 2 :])
             print(
@@ -313,32 +322,10 @@ def _tell_at_end(log: Path, clock: Clock) -> Iterator[None]:
                 f"{median(later):.2f}, most {later[-1]:.2f}"
             )
         told = {"step", "policy_switch", "version_published", "policy_version_served", "version_verified"}
-        for each in [each for each in _events(log) if each.get("event") in told][-30:]:
+        for each in [each for each in log_events(log) if each.get("event") in told][-30:]:
             print(f"    {each.pop('timestamp')[11:23]} {each.pop('event')} {each}")
         if steps:
             print(f"steps: {', '.join(f'{each:.2f}' for each in steps)} s")
-
-
-def _events(log: Path) -> Iterator[dict[str, Any]]:
-    for line in log.read_text(errors="replace").splitlines():
-        start = line.find("{")
-        try:
-            event = json.loads(line[start:]) if start >= 0 else None
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            yield event
-
-
-def _tell_trouble(log: Path, clock: Clock) -> None:
-    """Warnings and errors, each once."""
-    told: Counter[str] = Counter()
-    for line in log.read_text(errors="replace").splitlines():
-        if any(word in line for word in ('"warning"', '"error"', "[warning", "[error", "Error")):
-            key = line.partition("event")[2][:40] or line[30:70]
-            told[key] += 1
-            if told[key] == 1 and len(told) < 25:
-                clock.say(f"the log says: {line[:300]}")
 
 
 def _options() -> argparse.Namespace:

@@ -1,10 +1,11 @@
 """Starts engines and explorers for benchmarks, from this checkout, installed or not, and ends them afterwards."""
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,25 @@ def plugin_of(url: str, model: str) -> str:
         return control.packs
 
     return {True: "with our vLLM plugin", False: "without our vLLM plugin", None: "plugin unknown"}[asyncio.run(ask())]
+
+
+def log_events(log: Path) -> Iterator[dict[str, Any]]:
+    """What services that log JSON have said, in its order; other lines are passed over."""
+    for line in log.read_text(errors="replace").splitlines():
+        if (start := line.find("{")) >= 0:
+            with suppress(ValueError):
+                if isinstance(event := json.loads(line[start:]), dict):
+                    yield event
+
+
+def tell_trouble(log: Path, clock: Clock) -> None:
+    """Warnings and errors of the services, each once."""
+    told = set[str]()
+    for event in log_events(log):
+        name = str(event.get("event"))
+        if event.get("level") in {"warning", "error", "critical"} and name not in told:
+            told.add(name)
+            clock.say(f"the log says: {json.dumps(event)[:400]}")
 
 
 def await_ready(url: str, pid: int, log: Path, *, timeout_s: float) -> None:

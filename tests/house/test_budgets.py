@@ -8,8 +8,8 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 74_885
-TEST_LINES = 88_080
+SOURCE_LINES = 74_816
+TEST_LINES = 87_952
 OPTIONS = 174
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 124

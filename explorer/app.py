@@ -75,8 +75,6 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """The services that the routes call."""
-
     proxy: Proxy
     dialects: Mapping[str, Dialect]
     responses: StoredResponses
@@ -237,7 +235,6 @@ def _anthropic(settings: Settings) -> MessagesDialect:
 def open_services(
     settings: Settings, ledger: Ledger, *, outbox: Outbox, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
-    """Open the services that the routes call, and the tasks that they need."""
     explorer, key, found = settings.explorer, load_key(settings.job_dir / KEY), metrics.redaction
     most, oldest, check = explorer.outbox_max_bytes, explorer.outbox_max_age, ledger.recording.check_place
     limits = OutboxLimits(outbox, max_bytes=most, max_age_s=oldest, check_database=check)
@@ -314,7 +311,6 @@ def open_services(
     tasks = [limits.run(metrics), shadow.run(), proxy.parser.capture.watch(ledger.alarms, metrics)]
 
     async def tell_traffic() -> None:
-        """Keep the trainer told of whether requests are being answered."""
         if proxy.admission.in_flight:
             touch_traffic(settings.job_dir)
 

@@ -108,7 +108,6 @@ class EntryGate(Protocol):
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> Caller:
-    """Who sends a request that a gate has let in."""
     found: Caller = scope[SCOPE_KEY]
     return found
 
@@ -188,12 +187,10 @@ _OF_ALL_TENANTS = ("/admin/versions", "/metrics")
 
 
 def _own_path(path: str) -> str:
-    """The path without Trinity's prefix."""
     return path.removeprefix(TRINITY) if path.startswith(f"{TRINITY}/") else path
 
 
 def is_about_all_tenants(path: str) -> bool:
-    """Whether a path is about all tenants at once."""
     path = _own_path(path)
     return any(path == each or path.startswith(f"{each}/") for each in _OF_ALL_TENANTS)
 
@@ -239,8 +236,6 @@ _STRANGER = Caller()
 
 
 class _Holder:
-    """A key that is in force, and what its holder has taken."""
-
     __slots__ = ("caller", "expires_at", "key_id", "meter")
 
     def __init__(self, key: AccessKey, before: "_Holder | None") -> None:
@@ -259,8 +254,6 @@ class _Holder:
 
 
 class Gatekeeper:
-    """Decides who comes in."""
-
     def __init__(self, settings: Settings, tokens: FeedbackTokens) -> None:
         explorer = settings.explorer
         self._refused: Counter | None = None
@@ -386,7 +379,6 @@ class Gatekeeper:
         return self._admin_digest is not None or self._insecure or not self._open
 
     def administrators(self) -> Mapping[bytes, Caller]:
-        """The holders of the keys with the scope `admin` that are in force now, by the keys' digests."""
         now = steady_clock()
         found = {
             digest: holder.caller
@@ -396,11 +388,9 @@ class Gatekeeper:
         return found if self._admin_digest is None else {**found, self._admin_digest: self._operator}
 
     def usage(self) -> dict[str, KeyUsage]:
-        """What each key that has been used here has taken, by its id."""
         return {holder.key_id: holder.meter.usage for holder in self._holders.values() if holder.meter.usage.requests}
 
     def subtract_others(self, usage: Mapping[str, KeyUsage]) -> None:
-        """Subtract what the keys have taken of other workers."""
         for holder in self._holders.values():
             if (others := usage.get(holder.key_id)) is not None:
                 holder.meter.subtract_others(others)
@@ -457,7 +447,6 @@ class CrossOrigin:
         self._origins = {ROUTE: of_feedback} | dict.fromkeys(_INFERENCE_PATHS if of_inference else (), of_inference)
 
     def allows(self, scope: Mapping[str, Any]) -> bool:
-        """Whether it is a request of a page that may send it."""
         origins, origin = self._origins.get(scope["path"], frozenset()), _origin_of(scope)
         return bool(origin) and (origin in origins or b"*" in origins)
 
@@ -466,7 +455,6 @@ class CrossOrigin:
         return scope["method"] == "OPTIONS" and self.allows(scope)
 
     def headers(self, scope: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
-        """What the answer says to the browser."""
         if not self._origins.get(scope["path"]):
             return []
         if not self.allows(scope):

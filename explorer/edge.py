@@ -110,7 +110,6 @@ class Http11(HttpToolsProtocol):
         return True  # asked where a request offers an upgrade: it is not begun then; see `_parse`
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
         super().on_message_begin()
         self._head_complete = self._message_complete = False
 
@@ -121,7 +120,6 @@ class Http11(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to answer."""
         if sum([len(name) + len(value) for name, value in self.headers], len(self.url)) > MAX_HEAD_BYTES:
             raise _too_long()  # all of it came at once
         self._head_complete = self._has_read = True
@@ -132,13 +130,11 @@ class Http11(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body."""
         self._body_bytes += len(body)
         self._has_read = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that nothing more is to come of the request."""
         self._message_complete = True
         super().on_message_complete()
 
@@ -159,7 +155,6 @@ class Http11(HttpToolsProtocol):
         self._unread = self.loop.call_later(self._limits.read_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """Go on writing."""
         super().resume_writing()
         _cancel(self._unread)
 
@@ -325,7 +320,6 @@ class ClientRequest:
         await _send_body(self._send, body, more_body=False)
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Begin a response."""
         self.started = True
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._more]})
 
@@ -374,7 +368,6 @@ class ClientRequest:
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
     async def refuse(self, error: RequestRefused) -> None:
-        """Send the response to a request that is refused."""
         response = errors.error_response(error, self.path, self.header(_REQUEST_ID))
         response.raw_headers += self._more
         self.started = True
@@ -490,7 +483,6 @@ class _Answer:
         self._is_over = False
 
     async def __call__(self, message: Any) -> None:
-        """Take a message of the app."""
         if self._is_over:
             return
         if message["type"] == "http.response.start":

@@ -194,7 +194,6 @@ class SharedUsage:
         return found
 
     def retire(self, worker: int) -> None:
-        """A worker is no more."""
         self._by_worker.pop(worker, None)
 
 
@@ -313,7 +312,6 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are being answered."""
         return self._limit - self._free
 
     async def acquire(self, caller: str = "") -> None:

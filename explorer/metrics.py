@@ -269,8 +269,6 @@ class VersionCounter:
 
 
 class RedactionMetrics:
-    """The metrics of what is taken out of records."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._redacted = Counter(
             "tuneloop_redacted", "Records in which something of a kind was redacted", ["kind"], registry=registry
@@ -283,17 +281,13 @@ class RedactionMetrics:
         )
 
     def count_redacted(self, kind: str) -> None:
-        """Count a record that held something of this kind."""
         self._redacted.labels(kind).inc()
 
     def count_timed_out(self, pattern: str) -> None:
-        """Count a text for which a pattern took too long."""
         self._timed_out.labels(pattern).inc()
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):
-    """One number of a metric."""
-
     family: str
     name: str
     labels: tuple[tuple[str, str], ...]

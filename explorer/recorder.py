@@ -80,12 +80,9 @@ class OutboxLimits:
         self.look()
 
     async def run(self, metrics: Metrics) -> None:
-        """Bring the limits up to date every half a second."""
-
         await every(_LOOK_S, partial(asyncio.to_thread, self.look), task="outbox_limits", metrics=metrics)
 
     def look(self) -> None:
-        """Bring what `admit` goes by up to date."""
         try:
             self._check_database()
             self._misplaced = None
@@ -116,7 +113,6 @@ class OutboxLimits:
         self.broken = f"{self._outbox.folder} takes no records: {error.strerror}: {cure}"
 
     def note(self, status: OutboxStatus) -> None:
-        """Take up what the drain tells."""
         self.status, self._bytes_at_status = status, self._outbox.written
 
     def admit(self) -> None:
@@ -156,8 +152,6 @@ class CaptureChoice:
         return in_share(b"captured", msg_id, self._share)
 
     async def watch(self, alarms: Alarms, metrics: Metrics) -> None:
-        """Look for the alarm for ever."""
-
         async def look() -> None:
             raised = await asyncio.to_thread(alarms.all)
             mistrusted = any(alarm.name == CAPTURE_MISMATCH for alarm in raised)
@@ -170,8 +164,6 @@ class CaptureChoice:
 
 
 class _Call:
-    """A call that waits for what becomes of its events."""
-
     def __init__(self, events: Sequence[Feedback]) -> None:
         self._left = {event.event_id: event for event in events}
         self.results = FeedbackResults(outcomes=dict.fromkeys(self._left, Outcome.PENDING))
@@ -189,7 +181,6 @@ class _Call:
             self.end()
 
     def end(self) -> None:
-        """Wait no longer."""
         if not self.is_over.done():
             self.is_over.set_result(None)
 
@@ -268,7 +259,6 @@ class Recorder:
         return self._redactor.name(name) if self._redactor else name
 
     def pairs_as_stored(self, pairs: Mapping[str, str]) -> Mapping[str, str]:
-        """Metadata as it may be stored."""
         return self._redactor.pairs(pairs) if self._redactor else pairs
 
     async def close(self) -> None:

@@ -187,8 +187,6 @@ _text_logprobs = msgspec.json.Decoder(_TextLogprobs | None)
 
 @dataclass(slots=True)
 class CapturedChoice:
-    """What has been heard of one choice so far."""
-
     prompt_ids: bytes | None = None
     completion_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -368,8 +366,6 @@ class Transcript(ABC):
 
 
 class ChatTranscript(Transcript):
-    """The reply to a chat completion."""
-
     def _feed(self, piece: bytes) -> bytes | None:
         parsed = _chat_pieces.decode(piece)
         if parsed.error != _ABSENT:

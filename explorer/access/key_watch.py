@@ -52,8 +52,6 @@ class KeyWatch:
         self._publish.append(publish)
 
     async def run(self, metrics: Metrics) -> None:
-        """Look for changes for ever."""
-
         async def look() -> None:
             if await asyncio.to_thread(self._keys.revision) == self.table.revision:
                 return

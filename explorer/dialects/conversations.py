@@ -26,8 +26,6 @@ _FLUSH_TIMEOUT_S = 5.0
 
 
 class _Size:
-    """How large a conversation is so far."""
-
     def __init__(self) -> None:
         self._bytes = self._containers = self._commas = self._responses = 0
 

@@ -84,7 +84,6 @@ class ReplyWriter:
         return b"" if chunk is None else b"data: %b\n\n" % chunk
 
     def rename(self, name: str, *, to: str) -> None:
-        """Have the client read another name of the model."""
         self.renaming = b'"model":%b' % orjson.dumps(name), b'"model":%b' % orjson.dumps(to)
 
     def _view(self, view: bytes | None) -> bytes | None:
@@ -149,43 +148,34 @@ class Dialect(ABC):
 
 
 class ChatDialect(Dialect):
-    """OpenAI's chat completions."""
-
     path, prefix = CHAT, "chatcmpl-"
 
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
-        """See Dialect."""
         flag_of(body, "logprobs")  # refused before it is queued, as vLLM refuses it
         return body
 
     def capture_fields(self, upstream: Mapping[str, Any]) -> Mapping[str, object]:
-        """See Dialect."""
         # What is invalid without logprobs must not become valid because we add them.
         invalid = not upstream.get("logprobs") and (upstream.get("top_logprobs") or upstream.get("logprob_token_ids"))
         return {} if invalid else vllm.CAPTURE
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
-        """See Dialect."""
         requested = RequestedFields(flag_of(body, "logprobs"), flag_of(body, "return_token_ids"))
         transcript = ChatTranscript(msg_id, requested)
         return ReplyWriter(transcript, None if any(requested) else TokenPieces(transcript))
 
 
 class TextDialect(Dialect):
-    """OpenAI's older completions of text."""
-
     path, prefix = TEXT, "cmpl-"
     upstream_path, upstream_prefix = TEXT, "cmpl-"
     length_field = None
 
     def capture_fields(self, upstream: Mapping[str, Any]) -> Mapping[str, object]:
-        """See Dialect."""
         invalid = upstream.get("logprobs") is None and upstream.get("logprob_token_ids")
         # With token ids vLLM does not echo the prompt's text, and with log-probabilities it returns the prompt's too.
         return {} if invalid or flag_of(upstream, "echo") else vllm.CAPTURE_TEXT
 
     def count_choices(self, upstream: Json) -> int:
-        """One for each prompt, times n."""
         prompt = upstream.get("prompt")
         several = isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list)
         found = choice_count(upstream) * (len(prompt) if several and prompt else 1)
@@ -194,7 +184,6 @@ class TextDialect(Dialect):
         return found
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
-        """See Dialect."""
         # Nothing is captured of an echo, which has the prompt's token ids whether or not they are requested.
         echo = flag_of(body, "echo")
         requested = RequestedFields(echo or body.get("logprobs") is not None, echo or flag_of(body, "return_token_ids"))
@@ -252,20 +241,17 @@ class MessagesDialect(Dialect):
         self._thinks = thinks
 
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
-        """See Dialect."""
         chat = messages.to_chat(body)
         if not self._thinks:  # a budget of nothing: the engine would refuse what Claude Code always asks for
             chat.pop(messages.BUDGET, None)
         return chat
 
     def left_out(self, body: Json) -> tuple[str, ...]:
-        """See Dialect."""
         thinking = body.get("thinking") or {}
         budget = () if self._thinks or thinking.get("type") != "enabled" else ("thinking.budget_tokens",)
         return *(f"tools.{each}" for each in messages.anthropic_tools(body)), *budget
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
-        """See Dialect."""
         translate = partial(messages.to_message, msg_id=msg_id)
         return _MessageWriter(
             ChatTranscript(upstream_id, RequestedFields()), translate, messages.MessageStream(msg_id=msg_id)
@@ -303,7 +289,6 @@ class ResponsesDialect(Dialect):
         self._native, self._runs_tools = native, runs_tools
 
     def normalize(self, body: Json) -> Json:
-        """See Dialect."""
         normal = responses_request.normalize(body)
         if normal.get("background"):
             message = "responses in the background are not served: send the request without `background`"
@@ -311,23 +296,19 @@ class ResponsesDialect(Dialect):
         return normal
 
     def for_body(self, body: Json) -> Dialect:
-        """See Dialect."""
         reason = responses_request.untranslatable_reason(body, runs_tools=self._runs_tools)
         return self if reason is None else self._native
 
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
-        """See Dialect."""
         await self._ensure_context()
         previous_id = body.get("previous_response_id")
         previous = await self._read_conversation(previous_id, caller) if isinstance(previous_id, str) else ()
         return responses_request.to_chat(body, previous)
 
     def left_out(self, body: Json) -> tuple[str, ...]:
-        """See Dialect."""
         return responses_request.left_out(body)
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
-        """See Dialect."""
         body = body | self._missing_defaults(body)
         requested = RequestedFields(logprobs=responses_request.wants_logprobs(body))
         identity: dict[str, Any] = {
@@ -515,7 +496,6 @@ def with_readable_calls(chat: Json) -> tuple[Json, list[str]]:
         return chat, found
 
     def readable(value: Any, place: str) -> Any:
-        """A call, or what holds some."""
         if isinstance(value, list):
             return [readable(each, f"{place}[{number}]") for number, each in enumerate(value)]
         if not isinstance(value, dict):

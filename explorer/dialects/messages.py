@@ -40,8 +40,6 @@ _BILLING = "x-anthropic-billing-header"
 
 
 class Tool(BaseModel):
-    """A tool that the model may use."""
-
     name: str
     description: str | None = None
     input_schema: Annotated[
@@ -52,15 +50,11 @@ class Tool(BaseModel):
 
 
 class ToolReference(BaseModel):
-    """A tool by its name."""
-
     type: Literal["tool_reference"]
     name: str
 
 
 class ToolDefinition(BaseModel):
-    """A tool by value."""
-
     type: Literal["tool_definition"]
     definition: Tool
 
@@ -91,7 +85,6 @@ class Block(BaseModel):
 
     @property
     def changes_tools(self) -> bool:
-        """Whether it adds a tool to those of the request or takes one away."""
         return self.type in {"tool_addition", "tool_removal"}
 
     @model_validator(mode="after")
@@ -110,14 +103,11 @@ def _without_tool_changes(content: str | list[Block] | None) -> str | list[Block
 
 
 class Turn(BaseModel):
-    """One message of the conversation."""
-
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
     @property
     def blocks(self) -> list[Block]:
-        """Its content, unless that is a plain string."""
         return self.content if isinstance(self.content, list) else []
 
     @model_validator(mode="after")
@@ -128,8 +118,6 @@ class Turn(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Whether the model must use a tool, and which."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -142,29 +130,21 @@ class ToolChoice(BaseModel):
 
 
 class OutputFormat(BaseModel):
-    """The shape that the answer must have."""
-
     type: Literal["json_schema"] = "json_schema"
     json_schema: Json | None = Field(default=None, alias="schema")
 
 
 class OutputConfig(BaseModel):
-    """The reasoning effort, and the format of the answer."""
-
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class ThinkingEnabled(BaseModel):
-    """The model thinks first, within a budget."""
-
     type: Literal["enabled"]
     budget_tokens: int = Field(ge=1024)
 
 
 class ThinkingUnbudgeted(BaseModel):
-    """The model does not think, or decides for itself."""
-
     type: Literal["disabled", "adaptive"]
 
 
@@ -269,7 +249,6 @@ def to_chat(body: Json) -> Json:
 
 
 def to_message(reply: Json, *, msg_id: str) -> Json:
-    """A chat completion as a message."""
     choice = reply["choices"][0]
     message = choice["message"]
     blocks: list[Json] = []
@@ -487,11 +466,9 @@ class MessageStream:
         self._matched: str | int | None = None
 
     def add_chunk(self, chunk: Json) -> bytes:
-        """The events for one chat.completion.chunk."""
         return b"" if self._broken else b"".join(self._events(chunk))
 
     def end(self) -> bytes:
-        """The last events, after the engine's [DONE]."""
         return b"" if self._broken else b"".join((*self._close(), _event("message_stop")))
 
     def _events(self, chunk: Json) -> Iterator[bytes]:

@@ -69,18 +69,14 @@ class NativeResponseTranscript(Transcript):
         return self.latest
 
     def add_text(self, text: str) -> None:
-        """Store a part of the text, in case no more comes."""
         self.choices.setdefault(0, CapturedChoice()).text.append(text)
 
     def mark_broken(self) -> None:
-        """Mark a response of which no more will come."""
         self.broken = True
         self.choices.setdefault(0, CapturedChoice())
 
 
 class NativeReplyWriter(ReplyWriter):
-    """Writes a response of the engine's own route."""
-
     def __init__(self, body: Json, msg_id: str) -> None:
         self._response = NativeResponseTranscript(msg_id, body)
         super().__init__(self._response)
@@ -109,11 +105,9 @@ class NativeReplyWriter(ReplyWriter):
         return b""
 
     def finish(self) -> bytes:
-        """See ReplyWriter."""
         return self._final_event
 
     def error_event(self, message: str, code: str) -> bytes:
-        """See ReplyWriter."""
         error = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": self._number}
         failure = {"code": "server_error", "message": message}
         response = {**self._response.latest, "status": "failed", "error": failure}
@@ -155,14 +149,12 @@ class NativeResponsesDialect(Dialect):
         return upstream
 
     def verbatim(self, upstream: Json, msg_id: str) -> Json:
-        """See Dialect."""
         fields = {**upstream, "request_id": msg_id, "store": False}  # the engine would keep the response for ever
         if isinstance(upstream.get("metadata"), dict):
             fields["metadata"] = metadata_as_text(upstream["metadata"])  # the engine takes strings only
         return fields
 
     def writer(self, body: Json, msg_id: str, upstream_id: str) -> ReplyWriter:
-        """See Dialect."""
         return NativeReplyWriter(body, msg_id)
 
 

@@ -154,18 +154,15 @@ def item_id(kind: str, response_id: str, before: Sequence[Json]) -> str:
 
 
 def text_part(text: str, logprobs: list[Json] | None) -> Json:
-    """The one part of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def message_item(name: str, content: list[Json], *, status: str) -> Json:
-    """The item of a message."""
     fields = {"type": "message", "id": name, "role": "assistant", "content": content}
     return {**fields, "status": status, "phase": None}
 
 
 def reasoning_item(name: str, content: list[Json] | None, *, status: str | None) -> Json:
-    """The item of reasoning."""
     fields = {"type": "reasoning", "id": name, "summary": [], "content": content}
     return {**fields, "encrypted_content": None, "status": status}
 

@@ -176,7 +176,6 @@ def continued_messages(body: Json, response: Json, previous: Sequence[Json] = ()
 
 
 def wants_logprobs(body: Json) -> bool:
-    """Whether the client requests log-probabilities."""
     return LOGPROBS in (body.get("include") or ())
 
 
@@ -402,7 +401,6 @@ def _check_tool(tool: Any, param: str) -> None:
 
 
 def _function(namespace: str | None, tool: Json) -> Json:
-    """A tool as a function of a chat completion."""
     fields = ("description", "parameters", "strict", "defer_loading")
     stated = {key: tool[key] for key in fields if tool.get(key) is not None}
     if tool["type"] == "custom":

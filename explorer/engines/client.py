@@ -135,12 +135,10 @@ class EngineReply:
         return self._buffered_bytes < _HIGH_WATER
 
     def receive_end(self) -> None:
-        """Called by the connection: the body is complete."""
         self._ended = True
         self._wake()
 
     def fail(self, error: EngineError) -> None:
-        """Called by the connection: no more will come."""
         self._error = error
         self._wake()
 
@@ -159,7 +157,6 @@ class RenamedEngineReply(EngineReply):
         self._line_bytes = 0
 
     def receive(self, block: bytes) -> bool:
-        """See EngineReply."""
         end = block.rfind(b"\n") + 1
         before = self._line_bytes
         self._line.append(block)
@@ -187,7 +184,6 @@ class EngineQuiet:
         self._began = self._left = self.received_at = float("-inf")
 
     def begin(self, request: object) -> None:
-        """A request waits."""
         now = time.monotonic()
         # Who gives up and asks again has waited all the time.
         if not self._waiting and (self.received_at >= self._began or now - self._left > _ASKED_AGAIN_S):
@@ -195,7 +191,6 @@ class EngineQuiet:
         self._waiting.add(request)
 
     def end(self, request: object) -> None:
-        """It waits no longer."""
         self._left = time.monotonic() if request in self._waiting else self._left
         self._waiting.discard(request)
 
@@ -218,11 +213,9 @@ class _Connection(asyncio.Protocol):
 
     @property
     def closing(self) -> bool:
-        """Whether it can no longer be used."""
         return self._transport.is_closing()
 
     def send(self, request: bytes, renaming: ModelRenaming | None) -> EngineReply:
-        """Send a request, head and body."""
         self._reply = reply = RenamedEngineReply(self, renaming) if renaming else EngineReply(self)
         self._quiet.begin(self)
         self._transport.write(request)
@@ -237,15 +230,12 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close at once."""
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self._quiet.received_at = time.monotonic()
         try:
             self._parser.feed_data(data)
@@ -254,7 +244,6 @@ class _Connection(asyncio.Protocol):
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._quiet.end(self)
         reply = self._reply
         if reply is None:
@@ -356,7 +345,6 @@ class EngineHttp:
         return await _await_head((await self._connect()).send(request, renaming))
 
     async def close(self) -> None:
-        """Close the idle connections."""
         while self._idle:
             self._idle.pop().abort()
         await asyncio.sleep(0)  # the loop drops them in its next turn

@@ -62,11 +62,9 @@ class TrafficSplit(msgspec.Struct, frozen=True):
     shadow_share: float = 0.0
 
     def answers(self, key: str) -> bool:
-        """Whether the version answers the requests of a key."""
         return bucket_of(self.version, key) < self.share
 
     def shadows(self, key: str) -> bool:
-        """Whether the version gets shadow copies of the requests of a key."""
         return bucket_of(self.version, key) < self.shadow_share
 
     def without_traffic(self) -> "TrafficSplit":
@@ -120,7 +118,6 @@ class PinParser:
         return route_to_policy(model, own_route, known, policies, tenant=caller.tenant, of_key=caller.policy)
 
     def alias(self, body: Mapping[str, Any]) -> str | None:
-        """The other name under which a body asks for the model."""
         model = body.get("model")
         return model if isinstance(model, str) and model in self.aliases else None
 
@@ -143,8 +140,6 @@ class PinParser:
 
 
 class EngineState(StrEnum):
-    """The state of an engine."""
-
     STARTING = "starting"
     READY = "ready"
     RELOADING = "reloading"
@@ -201,7 +196,6 @@ class Engine:
 
     @property
     def control(self) -> EngineControl:
-        """Its weight routes."""
         assert self._control is not None
         return self._control
 
@@ -329,7 +323,6 @@ class Fleet:
 
     @property
     def served_versions(self) -> list[int]:
-        """The versions that answer now."""
         return sorted({each.version for each in self.engines if each.state is EngineState.READY})
 
     @staticmethod
@@ -361,7 +354,6 @@ class Fleet:
             self._changed.notify_all()
 
     async def set_policies(self, policies: Sequence[PolicyView] | None) -> None:
-        """Route the requests of policies so from now on."""
         self.policies = None if policies is None else PolicyTable(policies)
         if self._replicas is not None:
             await self._replicas.set_policies(policies)
@@ -408,12 +400,10 @@ class Fleet:
         }
 
     async def wait_for_state(self, engine: Engine, *states: EngineState) -> None:
-        """Wait until the engine has one of these states."""
         async with self._changed:
             await self._changed.wait_for(lambda: engine.state in states)
 
     async def wait_until_awake(self) -> None:
-        """Wait until no engine sleeps in the trainer's turn."""
         async with self._changed:
             await self._changed.wait_for(lambda: all(each.state is not EngineState.ASLEEP for each in self.engines))
 
@@ -479,7 +469,6 @@ class Fleet:
         return self._mark_busy(engine) if engine else None
 
     def release(self, engine: Engine) -> None:
-        """End a request that has acquired the engine."""
         for each in (engine, engine.host):
             if each is not None:
                 each.in_flight -= 1

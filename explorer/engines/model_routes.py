@@ -35,11 +35,9 @@ class VersionPin(NamedTuple):
     version: int
 
     def filter(self, engines: Iterable[_Engine]) -> list[_Engine]:
-        """The engines that serve the version."""
         return [each for each in engines if each.version == self.version]
 
     def not_served_error(self, served: Sequence[int]) -> RequestRefused:
-        """The error of a request for a version that no engine serves."""
         versions = ", ".join(map(str, served)) or "none"
         return no_model(f"version {self.version} is not served; these are: {versions}")
 
@@ -80,7 +78,6 @@ class PolicyView(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """What a request may name."""
         return [self.name] if self.job is None else list(self.job.models)
 
 
@@ -97,7 +94,6 @@ class PolicyTable(dict[int, PolicyView]):
         return self._named.get(("", name)) or self._named.get((tenant, name))
 
     def of_tenant(self, tenant: str) -> list[PolicyView]:
-        """Those that a tenant's keys may use."""
         return [each for each in self.values() if each.tenant in {"", tenant}]
 
 
@@ -129,7 +125,6 @@ class KnownNames(NamedTuple):
 
 
 def pin_of(number: str) -> VersionPin | None:
-    """The version of that number, if it is one."""
     return VersionPin(int(number)) if number.isascii() and number.isdigit() and len(number) <= _DIGITS else None
 
 

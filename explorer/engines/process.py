@@ -61,8 +61,6 @@ class HeldGpu(Protocol):
 
 
 class EngineProcess:
-    """The process behind one engine."""
-
     def __init__(self, settings: Settings, engine: Engine, *, socket: Path, gpu: HeldGpu | None = None) -> None:
         """`gpu`: a GPU that is not always the engine's."""
         self._gpu = gpu
@@ -132,7 +130,6 @@ class EngineProcess:
             ) from None
 
     def command(self, model: Path) -> tuple[list[str], dict[str, str]]:
-        """The command to run, and its environment."""
         settings = self._settings
         command = vllm.command(settings, model=model, socket=self._socket)
         if settings.cluster.node_num == 1:
@@ -168,12 +165,10 @@ class EngineProcess:
             return False
 
     async def wait(self) -> int:
-        """Wait until the process has ended; its exit code."""
         assert self._process is not None
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """End the process and everything it started."""
         if self._process is not None and self._process.returncode is None:
             assert self._process.stdin is not None
             self._process.stdin.close()  # for the guard this means that its owner has died

@@ -155,12 +155,10 @@ class EngineActor:
         return host, port[0]
 
     def wait(self) -> int:
-        """Wait for the engine's end; its exit code."""
         return self._process.wait()
 
 
 async def run(spec: RayEngineSpec) -> int:
-    """Run the engine to its end; its exit code."""
     if spec.ray_address == LOCAL:
         keep_to_this_machine()
     import ray
@@ -193,7 +191,6 @@ async def run(spec: RayEngineSpec) -> int:
 
 
 def main() -> int:
-    """Run the engine of the environment's spec."""
     spec = msgspec.json.decode(os.environ.pop(SPEC_VARIABLE), type=RayEngineSpec)
     # Ray's workers import from the folder in which their driver was started before they import from anywhere else: that
     # must be one of ours, with nothing to import in it.

@@ -199,8 +199,6 @@ def open_session(*, url: str | None, socket: str | None, key: str | None) -> htt
 
 
 class EngineControl:
-    """The weight routes of one engine, over a session of its own."""
-
     #: Whether `load` changes the weights under what is in flight.
     loads_in_place = True
     rebuilds_grammars = False
@@ -230,7 +228,6 @@ class EngineControl:
         self.held, self.numbers = {}, {}
 
     async def healthy(self, timeout_s: float = 5.0) -> bool:
-        """Whether the engine answers its health check in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 return (await self._session.get("/health")).status_code == 200
@@ -320,7 +317,6 @@ class EngineControl:
             raise EngineError("the engine kept its prefix cache")
 
     async def resume(self) -> None:
-        """Go on sampling."""
         await self._post("/resume")
 
     async def sleep(self) -> None:
@@ -328,7 +324,6 @@ class EngineControl:
         await self._post("/sleep", params={"level": "1", "mode": "keep"})
 
     async def wake_up(self) -> None:
-        """Take the memory again, and go on."""
         await self._post("/wake_up")
 
     async def prove(self, probe: Probe) -> None:
@@ -477,7 +472,6 @@ class AdapterControl(EngineControl):
         self._same_engine.append(self)
 
     def reset(self) -> None:
-        """Forget which adapters were loaded."""
         super().reset()
         self._resets += 1
         self._loaded.clear()
@@ -491,7 +485,6 @@ class AdapterControl(EngineControl):
         return self._base
 
     async def finish_start(self, actor: Path) -> None:
-        """Load the adapter."""
         await self.load(actor)
 
     async def pause(self, mode: str) -> None:
@@ -542,7 +535,6 @@ class AdapterControl(EngineControl):
         self.held[version] = AdapterView(version, named.renaming, named.proof)
 
     def asking(self, name: str | None) -> EngineControl:
-        """See EngineControl."""
         named = copy.copy(self)
         named._use(name)
         return named

@@ -49,7 +49,6 @@ def register() -> None:
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """What `vllm serve` does with these arguments."""
     importlib.import_module("vllm.entrypoints.serve.utils.api_utils").cli_env_setup()
     parser = importlib.import_module("vllm.utils.argparse_utils").FlexibleArgumentParser()
     command = importlib.import_module("vllm.entrypoints.cli.serve").ServeSubcommand()

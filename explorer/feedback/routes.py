@@ -78,8 +78,6 @@ async def read_body(request: Request, *, may_be_empty: bool = False) -> dict[str
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the routes to the app."""
-
     @app.post("/feedback")
     @app.post(f"{TRINITY}/feedback")
     async def feedback(request: Request) -> Response:
@@ -99,8 +97,6 @@ def add_routes(app: FastAPI) -> None:
 
 
 class FeedbackRoutes:
-    """The feedback routes."""
-
     def __init__(
         self,
         *,
@@ -266,8 +262,6 @@ _COMMIT_PATIENCE_S = 8.0
 
 
 class CommitRoute:
-    """The commit route."""
-
     def __init__(
         self, *, recorder: Recorder, control_client: ControlClient, recording: Recording, job_dir: Path
     ) -> None:
@@ -315,14 +309,11 @@ _LIFE_S, _EVENTS = 600.0, 10.0
 
 
 class TokenRoute:
-    """The route that makes tokens."""
-
     def __init__(self, signer: ReplyIdSigner, tokens: FeedbackTokens) -> None:
         self._signer = signer
         self._tokens = tokens
 
     async def create(self, request: Request) -> dict[str, object]:
-        """A token with which a browser gives feedback on one reply."""
         caller, body = caller_of(request.scope), await read_object(request, max_bytes=_MAX_TOKEN_BYTES)
         msg_id = optional_name(body, "msg_id") or ""
         if self._signer.parse(msg_id, caller.tenant) is None:

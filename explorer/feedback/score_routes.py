@@ -30,8 +30,6 @@ _KEPT = {Outcome.ACCEPTED, Outcome.DUPLICATE, Outcome.LATE, Outcome.PENDING}
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the routes to the app."""
-
     def routes(request: Request) -> "ScoreRoutes":
         found: ScoreRoutes = request.app.state.services.scores
         return found
@@ -51,8 +49,6 @@ def add_routes(app: FastAPI) -> None:
 
 
 class ScoreRoutes:
-    """The routes of scores."""
-
     def __init__(self, feedback: FeedbackRoutes, ledger: Ledger, settings: Settings) -> None:
         self._feedback, self._ledger = feedback, ledger
         self._metrics = settings.feedback.score_metrics

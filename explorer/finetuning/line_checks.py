@@ -39,7 +39,6 @@ class LineChecks:
         self._settings, self._ledger, self._metrics = settings, ledger, metrics
 
     async def run(self) -> None:
-        """Check files for ever."""
         interval_s = min(self._settings.explorer.service_status_check_interval, _LOOK_S)
         await every(interval_s, self.turn, task="fine_tuning_files", metrics=self._metrics)
 

@@ -81,7 +81,6 @@ class ReinforcementJobs:
         self._reasons: dict[str, str] = {}
 
     async def run(self) -> None:
-        """Look for jobs for ever."""
         try:
             await every(LOOK_S, self.turn, task="reinforcement", metrics=self._metrics)
         finally:

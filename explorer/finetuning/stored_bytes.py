@@ -62,7 +62,6 @@ class _Form:
         self._is_file, self._room = False, _FIELD_BYTES
 
     def callbacks(self) -> dict[str, Any]:
-        """By the parser's names."""
         names = ("part_begin", "header_field", "header_value", "header_end", "headers_finished", "part_data", "end")
         return {f"on_{name}": getattr(self, name) for name in names}
 

@@ -135,7 +135,6 @@ def _check_depth(body: object, data: bytes) -> None:
 
 
 def wrong_type(param: str, wanted: str) -> RequestRefused:
-    """The refusal of a field of the wrong type."""
     return RequestRefused(f"{param} must be {wanted}", code="invalid_type", param=param)
 
 

@@ -56,8 +56,6 @@ def decode_body(receive: Receive, values: Iterable[bytes]) -> Receive:
 
 
 class _Body:
-    """Decodes one body."""
-
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
         self._decoder: Any = None

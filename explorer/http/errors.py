@@ -89,7 +89,6 @@ def refusal_of(error: Exception) -> RequestRefused:
 
 
 def error_response(error: RequestRefused, path: str, request_id: str | None) -> Response:
-    """The response to a request that was refused."""
     kind = _OPENAI_TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
     body: dict[str, object] = {
         "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code},
@@ -237,7 +236,6 @@ _ANTHROPIC_TYPES = {
 
 
 def anthropic_error(message: str, *, status: int, kind: str | None = None) -> Json:
-    """An error as Anthropic's clients expect it."""
     by_status = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind or by_status, "message": message}}
 

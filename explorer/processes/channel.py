@@ -94,20 +94,14 @@ class GetExposition(ChannelMessage, frozen=True):
 
 
 class ReportShadowReply(ChannelMessage, frozen=True):
-    """A worker: this became of the copy of a request."""
-
     copied: ShadowReply
 
 
 class ReportFailure(ChannelMessage, frozen=True):
-    """A worker: I must end, for this reason."""
-
     reason: str
 
 
 class ReportMetrics(ChannelMessage, frozen=True):
-    """A worker: this is what I have counted."""
-
     samples: list[MetricSample]
 
 
@@ -118,14 +112,10 @@ class ShareUsage(ChannelMessage, frozen=True):
 
 
 class UpdateEngine(ChannelMessage, frozen=True):
-    """The control process: an engine has changed."""
-
     engine: EngineView
 
 
 class UpdateSplit(ChannelMessage, frozen=True):
-    """The control process: divide the requests so from now on."""
-
     split: TrafficSplit | None
 
 
@@ -149,8 +139,6 @@ class GetIdleTimes(ChannelMessage, frozen=True):
 
 
 class UpdateKeys(ChannelMessage, frozen=True):
-    """The control process: let clients in by these keys from now on."""
-
     table: KeyTable
 
 
@@ -189,8 +177,6 @@ class BeginFile(ChannelMessage, frozen=True):
 
 
 class StartInfo(msgspec.Struct, frozen=True):
-    """What a worker needs to begin."""
-
     settings: bytes
     engines: list[EngineView]
     #: The ledger's SQLite file: a worker that starts after it was replaced must not take the other for it.
@@ -239,8 +225,6 @@ AnswerMessage = Callable[[Any], Awaitable[Any]]
 
 
 class Channel:
-    """One end."""
-
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answering: AnswerMessage) -> None:
         self._reader = reader
         self._writer = writer
@@ -295,7 +279,6 @@ class Channel:
             self.close()
 
     def close(self) -> None:
-        """Hear and say no more."""
         self.lost = True
         for answered in self._open.values():
             if not answered.done():
@@ -328,7 +311,6 @@ class ChannelControlClient:
         self._updated_at = time.monotonic()
 
     def note_stops(self, stops: Sequence[Standstill]) -> None:
-        """Take up what stands still, by the control process's word."""
         self._stops, self._updated_at = stops, time.monotonic()
 
     def stops(self) -> tuple[Standstill, ...]:
@@ -344,7 +326,6 @@ class ChannelControlClient:
             return False
 
     def wake_drain(self) -> None:
-        """Have the outbox looked at now."""
         self._channel.tell(WakeDrain())
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
@@ -361,7 +342,6 @@ class ChannelControlClient:
             await self._channel.ask(ReportShadowReply(reply))
 
     async def exposition(self) -> bytes:
-        """The metrics of the whole service."""
         return bytes(await self._answer_to(GetExposition(), bytes, _EXPOSITION_S))
 
     async def _answer_to(self, question: ChannelMessage, kind: Any, timeout_s: float | None) -> Any:

@@ -138,7 +138,6 @@ class WorkerProcess:
         return code
 
     def tell(self, message: ChannelMessage) -> None:
-        """Say something that it does not answer."""
         self._channel.tell(message)
 
     async def ask(self, question: ChannelMessage, kind: Any = None, *, timeout_s: float | None = None) -> Any:
@@ -146,13 +145,11 @@ class WorkerProcess:
         return await self._channel.ask(question, kind, timeout_s=timeout_s)
 
     def stop(self) -> None:
-        """Let it end what it has begun."""
         self._stopping = True
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """End it."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -241,22 +238,18 @@ class Workers:
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
     def stop(self) -> None:
-        """Let the workers end what they have begun."""
         self._stopping.set()
         for worker in self._running.values():
             worker.stop()
 
     def kill(self) -> None:
-        """End those that have not ended."""
         for worker in self._running.values():
             worker.kill()
 
     async def publish(self, engine: Engine) -> None:
-        """Return when all workers know the engine as it is now, or are no more."""
         await self._ask_all(UpdateEngine(_view(engine, self._services)), kill=True, timeout_s=_LEARN_S)
 
     async def set_split(self, split: TrafficSplit | None) -> None:
-        """Return when all workers divide their requests so, or are no more."""
         await self._ask_all(UpdateSplit(split), kill=True, timeout_s=_LEARN_S)
 
     def tell_results(self, owner: str, results: FeedbackResults) -> None:
@@ -269,7 +262,6 @@ class Workers:
         self._loop.call_soon_threadsafe(self._tell, UpdateOutbox(status, away))
 
     def stops(self) -> tuple[Standstill, ...]:
-        """What stands still."""
         return self._services.stops() if self._begun.is_set() else ()
 
     @property
@@ -281,11 +273,9 @@ class Workers:
 
     @property
     def movements(self) -> list[WorkerMovement]:
-        """What each worker has told last of the parts that it asks."""
         return [worker.movement for worker in self._serving if worker.movement is not None]
 
     def begin_new_files(self) -> None:
-        """Have all workers let their outbox files go."""
         self._tell(BeginFile())
 
     def _tell(self, message: ChannelMessage, owner: str | None = None) -> None:
@@ -294,16 +284,13 @@ class Workers:
                 worker.tell(message)
 
     async def set_policies(self, policies: Sequence[PolicyView] | None) -> None:
-        """Return when all workers know the policies, or are no more."""
         known = None if policies is None else [*policies]
         await self._ask_all(UpdatePolicies(known), kill=True, timeout_s=_LEARN_S)
 
     async def wait_until_idle(self, engine: Engine, version: int | None = None) -> None:
-        """Return when no worker has a request in flight there, or for that version of a policy."""
         await self._ask_all(WaitUntilIdle(engine.number, version))
 
     async def idle_times(self, engine: Engine) -> Mapping[int, float]:
-        """For how many seconds no worker has asked each version of a policy there."""
         found: dict[int, float] = {}
         for told in await self._ask_all(GetIdleTimes(engine.number), dict[int, float], timeout_s=_LEARN_S):
             found |= {version: min(seconds, found.get(version, seconds)) for version, seconds in (told or {}).items()}
@@ -329,7 +316,6 @@ class Workers:
         return await asyncio.gather(*map(ask, self._serving))
 
     async def _answer(self, worker: WorkerProcess, question: ChannelMessage) -> object:
-        """What a worker asks."""
         await self._begun.wait()
         services = self._services
         match question:

@@ -38,7 +38,6 @@ class Forgetting:
         self._erased: dict[Person, float] = {}
 
     async def run(self) -> None:
-        """Apply the retention and the erasures every `interval_s` seconds."""
         await every(self._interval_s, self.look, task="retention", metrics=self._metrics)
 
     async def look(self) -> None:

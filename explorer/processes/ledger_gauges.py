@@ -70,8 +70,6 @@ class LedgerGauges:
         self._added_not_stored: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Update the gauges every `interval_s` seconds."""
-
         async def look() -> None:
             families = self._totals.collect() if self._totals else ()
             samples = (sample for family in families if family.name == NOT_STORED for sample in family.samples)
@@ -199,5 +197,4 @@ class LedgerGauges:
                 log.warning("alarm_not_stored", name=name, reason=str(error))
 
     def close(self) -> None:
-        """Close the curves."""
         self._curves.close()

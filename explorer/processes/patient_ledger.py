@@ -73,7 +73,6 @@ class PatientTransactions(Transactions):
             self._opening.release()
 
     def time(self) -> float:
-        """The ledger's time."""
         self.open()
         return super().time()
 
@@ -84,18 +83,15 @@ class PatientTransactions(Transactions):
         steady_clock.follow(super().time())
 
     def read(self, query: Executable, values: Mapping[str, Any] | None = None) -> Sequence[Any]:
-        """The rows of a query, with these values for its parameters."""
         self.open()
         return super().read(query, values)
 
     def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
-        """The answers to several queries, as of one moment."""
         self.open()
         return super().read_together(*queries)
 
     @contextlib.contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that changes something, committed at its end."""
         self.open()
         with super().write() as connection:
             yield connection
@@ -112,7 +108,6 @@ class RememberedVersions(Versions):
 
     @property
     def remembers(self) -> bool:
-        """Whether it is known what was served last."""
         return self._served is not None
 
     def champion(self) -> Version:
@@ -134,7 +129,6 @@ class RememberedVersions(Versions):
         return candidate
 
     def promote(self, version: int, **how: Any) -> None:
-        """Make `version` the champion."""
         super().promote(version, **how)
         self.champion()
 

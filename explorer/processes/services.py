@@ -122,11 +122,9 @@ class ControlServices:
     engine_sleep: EngineSleep | None
 
     async def wait_until_taken(self, timeout_s: float) -> bool:
-        """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
         return await self.drain.wait_until_taken(timeout_s)
 
     def wake_drain(self) -> None:
-        """Have the outbox looked at now."""
         self.drain.wake()
 
     async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
@@ -143,15 +141,12 @@ class ControlServices:
             return True
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
-        """Take down what became of the copy of a request."""
         self.canary_controller.record_shadow_reply(reply)
 
     def stops(self) -> tuple[Standstill, ...]:
-        """The parts of the service that stand still."""
         return self.watch.stops()
 
     async def exposition(self) -> bytes:
-        """The metrics of the whole service."""
         metrics, outbox = self.metrics, self.audience.outbox_status
         metrics.outbox_bytes.set(outbox.bytes)
         metrics.outbox_records.set(outbox.records)

@@ -46,19 +46,15 @@ class StopWatch:
         LOG.count_dropped = metrics.log_dropped.inc
 
     def current(self) -> tuple[Standstill, ...]:
-        """What stands still."""
         return self._stops
 
     def outbox(self) -> OutboxStatus:
-        """What waits for the database."""
         return self._workers.outbox_status
 
     async def run(self) -> None:
-        """Look each second."""
         await every(_LOOK_S, self.look, task="stops", metrics=self._metrics)
 
     async def look(self) -> None:
-        """Look once."""
         seen, engines = self._workers.movements, []
         answering = [engine for engine in self._fleet.engines if engine.state in _ANSWERING]
         await asyncio.gather(*(engine.look([each.quiet[engine.number] for each in seen]) for engine in answering))

@@ -55,7 +55,6 @@ class VersionLog:
         self._champion = 0
 
     async def run(self) -> None:
-        """Look for new decisions every `interval_s` seconds."""
         update = partial(asyncio.to_thread, self.update)
         await every(self._interval_s, update, task="version_log", metrics=self._metrics)
 

@@ -182,7 +182,6 @@ class Worker:
 
 
 def main() -> None:
-    """Serve until told to stop, or the control process dies."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     configure_logging()
     freeze_garbage()

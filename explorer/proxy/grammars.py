@@ -56,8 +56,6 @@ class _UnknownGrammar(Exception):
 
 
 class Grammars:
-    """The grammars of requests, as the engines tell them."""
-
     def __init__(self, settings: Settings) -> None:
         self._asks = settings.explorer.rebuilds_grammars
         self._found: OrderedDict[bytes, Grammar | None] = OrderedDict()

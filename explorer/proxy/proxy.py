@@ -75,7 +75,6 @@ class ReplyInFlight:
         self._loads = engine.loads
 
     def headers(self, kind: Headers) -> Headers:
-        """The headers of the response to the client; `kind` are those of its content."""
         attested = [(b"x-tuneloop-attested", self.engine.proof.encode())] if self.engine.proof else []
         return [*self.request.headers(self.version, kind), *attested]
 
@@ -149,8 +148,6 @@ class RequestFailures:
 
 
 class Proxy:
-    """The routes that sample."""
-
     def __init__(
         self,
         settings: Settings,
@@ -176,7 +173,6 @@ class Proxy:
         )
 
     async def answer(self, dialect: Dialect, raw: ClientRequest) -> None:
-        """Answer a request in one dialect, whole or streamed."""
         started, outcome, request, error = time.monotonic(), RequestOutcome(), None, ""
         try:
             request = await self.parser.parse(dialect, raw, started)

@@ -195,7 +195,6 @@ class Request(NamedTuple):
 
     @property
     def routing_key(self) -> RoutingKey:
-        """What its engine is chosen by."""
         policy, pin, _ = self.route
         return pin or self.key if policy is None else PolicyKey(policy.id, self.key, pin)
 
@@ -205,7 +204,6 @@ class Request(NamedTuple):
         return "engine" if self.writer.transcript.captured else "trainer"
 
     def engine_headers(self) -> Mapping[str, str]:
-        """The headers that an engine gets."""
         # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.
         headers = {"X-Request-Id": self.msg_id.removeprefix(self.dialect.prefix), "Content-Type": "application/json"}
         if "logprobs" in self.added_fields:  # nobody but us reads them
@@ -234,8 +232,6 @@ class Request(NamedTuple):
 
 
 class RequestParser:
-    """Parses requests under the settings."""
-
     def __init__(
         self,
         settings: Settings,
@@ -452,7 +448,6 @@ def refuse_misplaced(body: dict[str, Any]) -> None:
 
 
 def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
-    """The labels of a body, and what it says of training."""
     metadata = body.get("metadata")
     if metadata:
         try:
@@ -485,8 +480,6 @@ def _labels_in(body: dict[str, Any]) -> tuple[Labels, bool | None]:
 
 
 class _LabelReader:
-    """Reads labels from the metadata of a request."""
-
     def __init__(self, metadata: dict[str, Any]) -> None:
         self._metadata = metadata
         self.ignored: list[str] = []

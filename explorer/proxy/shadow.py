@@ -64,7 +64,6 @@ class Shadow:
         self._queue.put_nowait((engine, request))
 
     async def run(self) -> None:
-        """Send the copies of requests, for ever."""
         async with asyncio.TaskGroup() as group:
             while True:
                 group.create_task(self._send(*await self._queue.get()))

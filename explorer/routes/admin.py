@@ -46,7 +46,6 @@ _Decision = Callable[[Ledger, Any, DecisionRequest], DecisionResult]
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
-    """Add the routes to the app."""
     router = APIRouter(prefix="/admin/versions")
 
     @router.get("")

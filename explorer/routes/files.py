@@ -46,7 +46,6 @@ _MAX_PARTS = 1000
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
-    """Add the routes to the app."""
     routes = FileRoutes(settings.job_dir / FILES, ledger.files)
     app.post("/v1/files")(routes.upload_file)
     app.get("/v1/files")(routes.list_files)
@@ -74,7 +73,6 @@ class FileRoutes:
         return found or _no_such("upload", upload_id)
 
     async def upload_file(self, request: Request) -> Response:
-        """Keep a file of a form."""
         caller, length = caller_of(request.scope), int(request.headers.get("content-length") or 0)
         if length > MAX_FILE_BYTES + _FORM_BYTES:
             raise too_large(MAX_FILE_BYTES)
@@ -107,7 +105,6 @@ class FileRoutes:
         return JSONResponse(_file(kept))
 
     async def list_files(self, request: Request) -> Response:
-        """The files of the caller's tenant."""
         query = request.query_params
         limit, order = query.get("limit", str(MAX_LIMIT)), query.get("order", "desc")
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= MAX_LIMIT):
@@ -126,11 +123,9 @@ class FileRoutes:
         return JSONResponse({"object": "list", "data": data, **ends, "has_more": page.more})
 
     async def retrieve(self, file_id: str, request: Request) -> Response:
-        """One file."""
         return JSONResponse(_file(await self._find(request, file_id)))
 
     async def content(self, file_id: str, request: Request) -> Response:
-        """What a file holds."""
         found = await self._find(request, file_id)
         if not (self._folder / found.id).is_file():
             raise RequestRefused("what the file held is not on this disk", status=404, code="not_found")
@@ -143,7 +138,6 @@ class FileRoutes:
         return JSONResponse({"id": found.id, "object": "file", "deleted": True})
 
     async def begin_upload(self, request: Request) -> Response:
-        """Begin a file that comes in parts."""
         caller, body = caller_of(request.scope), await read_object(request, max_bytes=_MAX_BODY_BYTES)
         size = body.get("bytes")
         if type(size) is not int:
@@ -170,7 +164,6 @@ class FileRoutes:
         return JSONResponse(_upload(await asyncio.to_thread(self._files.begin_upload, upload)))
 
     async def add_part(self, upload_id: str, request: Request) -> Response:
-        """Take a part of an upload."""
         upload, length = await self._find_upload(request, upload_id), int(request.headers.get("content-length") or 0)
         room = min(MAX_PART_BYTES, 2 * upload.bytes - sum(upload.parts.values()))
         if length > MAX_PART_BYTES + _FORM_BYTES or len(upload.parts) >= _MAX_PARTS:
@@ -184,7 +177,6 @@ class FileRoutes:
         return JSONResponse({"id": part_id, "object": "upload.part", **created})
 
     async def complete(self, upload_id: str, request: Request) -> Response:
-        """Make a file of the parts of an upload."""
         upload = await self._find_upload(request, upload_id)
         body = await read_object(request, max_bytes=_MAX_BODY_BYTES)
         part_ids, wanted = body.get("part_ids"), optional_text(body, "md5")
@@ -224,7 +216,6 @@ class FileRoutes:
         return JSONResponse(_upload(done, await self._find(request, file_id)))
 
     async def cancel(self, upload_id: str, request: Request) -> Response:
-        """Give an upload up."""
         return JSONResponse(_upload(await _change(self._files, await self._find_upload(request, upload_id))))
 
 

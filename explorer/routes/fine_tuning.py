@@ -44,7 +44,6 @@ _T = TypeVar("_T")
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
-    """Add the routes to the app."""
     jobs = ledger.jobs
 
     @app.post(PATH)
@@ -195,7 +194,6 @@ def _limit_of(request: Request, default: int) -> int:
 
 
 def describe_job(job: Job, estimated_finish: float | None = None) -> dict[str, Any]:
-    """A job as OpenAI answers it."""
     own: dict[str, Any] = {"hyperparameters": job.hyperparameters}
     if job.grader is not None:
         own["grader"] = job.grader

@@ -26,8 +26,6 @@ _DETAILS = (
 
 
 def add_routes(app: FastAPI, *, timeout_s: float) -> None:
-    """Add the routes to the app."""
-
     async def parse(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
         body = await read_object(request, max_bytes=_MAX_BODY_BYTES)
         try:

@@ -26,7 +26,6 @@ _Number = TypeVar("_Number", int, float)
 
 
 def add_routes(app: FastAPI, ledger: Ledger) -> None:
-    """Add the routes to the app."""
     keys = ledger.keys
 
     @app.get("/admin/keys")

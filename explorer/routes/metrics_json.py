@@ -15,8 +15,6 @@ _JSON_TYPE = "application/json"
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the routes to the app."""
-
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         if _JSON_TYPE in request.headers.get("accept", ""):

@@ -56,7 +56,6 @@ FleetOf = Annotated[Fleet, Depends(_fleet)]
 
 
 def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
-    """Add the routes to the app."""
     _add_forwarded(app, pins, max_body_bytes)
 
     @app.get("/v1/models")

@@ -22,8 +22,6 @@ _MAX_BODY_BYTES = 64 << 10
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
-    """Add the routes to the app."""
-
     @app.get("/admin/policies")
     async def list_all(request: Request) -> Response:
         caller = caller_of(request.scope)

@@ -75,8 +75,6 @@ class StoredResponses:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Add the route to the app."""
-
     @app.get(f"{RESPONSES}/{{response_id}}")
     async def retrieve(response_id: str, request: Request) -> Response:
         if request.query_params.get("stream", "false").lower() not in ("0", "false"):

@@ -49,8 +49,6 @@ _T = TypeVar("_T")
 
 
 class PageQuery(NamedTuple):
-    """The page of a list that a query asks for."""
-
     limit: int
     order: Literal["asc", "desc"]
     after: str | None
@@ -95,7 +93,6 @@ CompletionReaderOf = Annotated[CompletionReader, Depends(CompletionReader)]
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
-    """Add the routes to the app."""
     completions, default_model = ledger.stored, settings.served_model_name
 
     def to_object(stored: StoredExchange) -> StoredCompletion:

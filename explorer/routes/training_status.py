@@ -29,8 +29,6 @@ _T = TypeVar("_T")
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
-    """Add the route to the app."""
-
     @app.get("/training")
     async def training(request: Request) -> Response:
         services = request.app.state.services

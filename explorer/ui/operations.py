@@ -39,7 +39,6 @@ _LOOK_S, _STREAM_S, _MAX_LISTENERS = 2.0, 300.0, 32
 
 
 def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
-    """Add the pages."""
     curves = CurveReader(site.settings.tensorboard_dir / RUN)
     examining = asyncio.Lock()
 
@@ -68,7 +67,6 @@ def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
 
 
 def add_changes(router: APIRouter, site: Site) -> None:
-    """Add the stream of changes."""
     watch = ChangeWatch(site.ledger)
 
     @router.get("/events")

@@ -155,8 +155,6 @@ Tone = Literal["better", "worse", "open"]
 
 
 class RewardVerdict(NamedTuple):
-    """What can be said, and what it rests on."""
-
     tone: Tone
     sentence: str
     basis: str

@@ -25,7 +25,6 @@ _LINKS = {"page": PATH, "api": "/docs", "openapi": "/openapi.json", "models": "/
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
-    """Add the page to the app."""
     site = Site(settings, ledger, gate)
     counts = LedgerCounts(settings, ledger, lambda: app.state.services.drain_status())
     operations = partial(add_operations, counts=counts)

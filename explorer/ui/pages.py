@@ -32,8 +32,6 @@ SENTENCES = {
 
 
 def add_overview(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
-    """Add the first page."""
-
     @router.get("")
     @router.get("/")
     async def overview(request: Request) -> Response:
@@ -48,7 +46,6 @@ def add_overview(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
 
 
 def add_exchanges(router: APIRouter, site: Site) -> None:
-    """Add the list and the pages of exchanges."""
     ledger = site.ledger
 
     @router.get("/exchanges")

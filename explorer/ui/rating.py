@@ -25,8 +25,6 @@ _WORTHLESS = "It is kept, and counts for nothing here: the metric preference has
 
 
 def add_rating(router: APIRouter, site: Site) -> None:
-    """Add the forms."""
-
     @router.post("/exchanges/{msg_id}/feedback")
     async def rate(request: Request, msg_id: str) -> Response:
         session, form = await site.form(request)

@@ -68,7 +68,6 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A stretch of time."""
     if seconds is None:
         return "–"
     return (
@@ -115,5 +114,4 @@ class Renderer:
         self._environment.globals |= {**site, "release": VERSION}
 
     def page(self, template: str, context: Mapping[str, Any], status: int = 200) -> HTMLResponse:
-        """The response with a page."""
         return HTMLResponse(self._environment.get_template(template).render(context), status, HEADERS)

@@ -57,8 +57,6 @@ _DONE = {
 
 
 def add_versions(router: APIRouter, site: Site) -> None:
-    """Add the pages."""
-
     @router.get("/versions")
     async def versions(request: Request) -> Response:
         policy = await site.in_thread(request, _policy_of, site, request)

@@ -51,8 +51,6 @@ class _Proof:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What is wrong with an engine."""
-
     reason: str
     figures: dict[str, float]
 

@@ -76,7 +76,6 @@ class Gate:
         return figures_on(found, self._fingerprint)
 
     async def record(self, version: int, figures: tuple[Figure, ...]) -> None:
-        """Keep the figures of a version."""
         await asyncio.to_thread(self._ledger.evaluations.record, version, self._evaluator, figures)
 
     def give_up(self, candidate: Version, reason: str) -> None:
@@ -86,6 +85,5 @@ class Gate:
         self._unanswered[candidate.version] = reason
 
     async def reject(self, version: Version, reason: str, figures: dict[str, object] | None = None) -> None:
-        """The candidate must not be served."""
         line = self._ledger.versions.of(version.policy)
         await asyncio.to_thread(line.reject, version.version, reason, details=figures)

@@ -313,24 +313,19 @@ class VerifierProcess:
 
     @property
     def returncode(self) -> int | None:
-        """What it has ended with, None if it has not."""
         return self._process.poll()
 
     async def communicate(self) -> tuple[bytes, None]:
-        """Its output, once it has ended."""
         said, _ = await asyncio.to_thread(self._process.communicate, json.dumps(self.arguments).encode())
         return said, None
 
     def kill(self) -> None:
-        """End it."""
         self._process.kill()
 
     def cpu_s(self) -> float:
-        """Its processor time so far, in seconds."""
         return cpu_seconds(self._process.pid)
 
     async def wait(self) -> None:
-        """Return once it has ended."""
         await asyncio.to_thread(self._process.wait)
 
 

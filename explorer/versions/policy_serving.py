@@ -112,8 +112,6 @@ class PolicyServing:
             await self._fleet.set_policies(None)
 
     async def run(self) -> None:
-        """Follow the lines for ever."""
-
         async def look() -> float:
             seen = registration_stamp(self._settings.job_dir)
             await self.turn()

@@ -53,7 +53,6 @@ class CanaryTrial(NamedTuple):
 
     @property
     def split(self) -> TrafficSplit:
-        """How the requests are divided."""
         return split_of(self.mode, self.version.version, self.share)
 
 
@@ -101,8 +100,6 @@ class CanaryController:
         self._copies: list[ShadowReply] = []
 
     async def run(self) -> None:
-        """Count every few seconds, compare the canary with the champion, and decide when the figures do."""
-
         async def look() -> None:
             try:
                 await self.turn()
@@ -114,7 +111,6 @@ class CanaryController:
         await every(self._interval_s, look, task="canary", metrics=self._metrics)
 
     def record_shadow_reply(self, reply: ShadowReply) -> None:
-        """Take down what became of the copy of a request."""
         if reply.version == self._tried:
             self._copies.append(reply)
 

@@ -52,7 +52,6 @@ class Arrived(NamedTuple):
     ids: "array[int]" = array("i")
 
     def part(self, start: int, end: int | None) -> "Arrived":
-        """That of some of the tokens."""
         if not self.counts:
             return Arrived(self.numbers[start:end])
         counts, before = self.counts[start:end], sum(self.counts[:start])

@@ -44,12 +44,10 @@ def part_of(name: str) -> str:
 
 
 def adapter_part_of(name: str) -> str:
-    """The part that an adapter's tensor belongs to."""
     return f"{_ADAPTER}{part_of(name)}"
 
 
 def describe_part(part: str) -> str:
-    """A part for people."""
     of_adapter, number = part.startswith(_ADAPTER), part.removeprefix(_ADAPTER)
     what = f"layer {number}" if number else "what is in no layer"
     return f"the adapter of {what}" if of_adapter else what
@@ -94,7 +92,6 @@ def _most_like(shares: Sequence[Mapping[str, Any]], adapter: Fingerprint) -> tup
 
 
 def has_adapter(fingerprints: Mapping[str, Fingerprint]) -> bool:
-    """Whether they are those of a model with an adapter."""
     return any(part.startswith(_ADAPTER) for parts in fingerprints.values() for part in parts)
 
 

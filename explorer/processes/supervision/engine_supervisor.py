@@ -103,7 +103,6 @@ class EngineSupervisor:
         engine.starter = self
 
     async def start_anew(self, actor: Path) -> None:
-        """See EngineStarter."""
         await self._process.stop()
         self._engine.control.reset()
         try:
@@ -113,11 +112,9 @@ class EngineSupervisor:
             raise EngineError(str(error)) from error
 
     async def stop(self) -> None:
-        """See EngineStarter."""
         await self._process.stop()
 
     def has_room(self) -> bool:
-        """See EngineStarter."""
         return self._process.has_room()
 
     async def _start(self, actor: Path) -> None:
@@ -204,7 +201,6 @@ class EngineSupervisor:
                 return None
 
     async def _first_sign(self) -> str:
-        """What has happened to the engine first."""
         ill = asyncio.ensure_future(_until_ill(self._engine, self._health_timeout_s))
         waiting = {
             asyncio.ensure_future(self._process.wait()): "its process ended",
@@ -250,7 +246,6 @@ class FleetTrial:
 
 
 def _refusal(error: TuneloopError, champion: Version) -> EnvironmentRefused:
-    """Why the service cannot start."""
     if isinstance(error, EnvironmentRefused):
         return error
     return EnvironmentRefused(
@@ -349,7 +344,6 @@ class Attachment:
         self._alive_at = 0.0
 
     async def run(self, metrics: Metrics) -> None:
-        """Look at the engine every half a second."""
         await every(_LOOK_S, self._turn, task="engine_attachment", metrics=metrics)
 
     async def _turn(self) -> float | None:
@@ -442,11 +436,9 @@ class EngineSleep:
         await every(_GPU_LOOK_S, self._turn, task="gpu_turns", metrics=self._metrics)
 
     def fileno(self) -> int:
-        """See HeldGpu."""
         return self._locks.held.fileno()
 
     async def hold(self) -> None:
-        """See HeldGpu."""
         if self._is_ours:
             return
         wanted, started, said = self._locks.wanted_by_engine, time.monotonic(), 1
@@ -461,7 +453,6 @@ class EngineSleep:
         self._is_ours = True
 
     def let_go(self) -> None:
-        """See HeldGpu."""
         self._is_ours = False
         self._locks.held.release()
 

@@ -47,7 +47,6 @@ def last_words(request: bytes, most: int) -> str:
 
 
 def pretty(value: object) -> str:
-    """JSON for people."""
     return json.dumps(value, ensure_ascii=False, indent=2)
 
 
@@ -57,7 +56,6 @@ def compact(value: object) -> str:
 
 
 def read_calls(tool_calls: bytes | None) -> str:
-    """The tool calls of a reply, for people."""
     return "" if not tool_calls else pretty(_decode(tool_calls))
 
 

@@ -2,7 +2,7 @@
 
 Pages link to files outside docs/ (examples, measurements), as they do in the repository. Such a file becomes a page of
 the site below `source/`, and every link to it leads there, so that the site is whole without the repository. The pages
-of docs/methods and docs/decisions, and what stands beside the README, are added to the navigation.
+of docs/methods, and what stands beside the README, are added to the navigation.
 """
 
 import os
@@ -62,8 +62,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     nav: list[dict[str, Any]] = config.nav or []
     parts: dict[str, Any] = {name: pages for each in nav for name, pages in each.items()}
     methods = [{title_of(file): f"methods/{file.name}"} for file in sorted((DOCS / "methods").glob("*.md"))]
-    decisions = [{title_of(file): f"decisions/{file.name}"} for file in sorted((DOCS / "decisions").glob("*.md"))]
-    parts["Why"] += [{"The methods, one by one": methods}, {"Decisions": decisions}]
+    parts["Why"] += [{"The methods, one by one": methods}]
     for part, pages in OUTSIDE.items():
         parts[part] += [{title: place(ROOT / path)} for title, path in pages.items()]
     return config

@@ -1,4 +1,4 @@
-"""The trainer's turns at a GPU that an engine has otherwise (`cluster.gpu_turn`, docs/decisions/0072).
+"""The trainer's turns at a GPU that an engine has otherwise (`cluster.gpu_turn`, docs/decisions.md).
 
 Between two turns all that the learner is lies in main memory: it can be saved from there, but no step be made.
 """

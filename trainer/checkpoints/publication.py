@@ -1,6 +1,6 @@
 """How a version comes into the world: its weights on disk, then its name, then its row; or nothing.
 
-That takes longer than a step, so it may be done behind the steps that follow (docs/decisions/0073). What only going on
+That takes longer than a step, so it may be done behind the steps that follow (docs/decisions.md). What only going on
 from it to the bit needs follows behind the version (resumption.py).
 """
 

@@ -1,6 +1,6 @@
 """Keeps engines serving the champion: starts our own, and again when they die or hang; those of others are attached.
 
-Where a GPU is shared with the trainer (`cluster.gpu_turn`, docs/decisions/0072), the engine sleeps in the trainer's
+Where a GPU is shared with the trainer (`cluster.gpu_turn`, docs/decisions.md), the engine sleeps in the trainer's
 turn: its weights are in main memory, its cache is gone. Requests wait, and those that were being answered go on
 afterwards, with the same weights.
 """

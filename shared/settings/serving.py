@@ -155,7 +155,7 @@ class RolloutModelSettings(Section):
     api_servers: Positive | None = None
     """API servers of each engine that the explorer starts: processes that read requests and write replies in front of
     one vLLM core. On its own, on GPUs, half of the machine's cores over its engines, at most 4; 1 on a CPU, with
-    `single_process`, and with adapters, which bear no more. [Why](decisions.md#log-probabilities-are-packed-or-captured-for-a-share). _Serve._"""
+    `single_process`, and with adapters, which bear no more. _Serve._"""
     enable_auto_tool_choice: bool = False
     """Let the model decide to call tools (vLLM's `--enable-auto-tool-choice`; needs `tool_call_parser`). _Serve._"""
     tool_call_parser: str | None = None
@@ -235,7 +235,7 @@ class CaptureSettings(Section):
 
     logprobs: Literal["all", "share", "none"] = "all"
     """Of which replies engines are asked for log-probabilities, which costs them throughput: of all, of a `share`, or
-    of one in a hundred (`none`). [The trainer recomputes](decisions.md#log-probabilities-are-packed-or-captured-for-a-share) the others
+    of one in a hundred (`none`). The trainer recomputes the others
     from the weights that sampled them, and keeps the folders of the eight newest versions that waiting replies were
     sampled by; those of replies whose client asks are always captured. Write the same for both services.
     _Both._"""

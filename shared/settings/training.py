@@ -24,7 +24,7 @@ class TrainerSettings(Section):
     """Steps between two versions: every so many optimiser steps a version is published, and served from then on. 1:
     after each. _Train._"""
     async_save: bool | None = None
-    """Publish a version [while the next steps are made](decisions.md#the-actor-is-published-first-behind-the-next-steps), from a copy
+    """Publish a version while the next steps are made, from a copy
     of its weights in main memory. One at a time: of steps that are faster than the disk, a version has more than
     `save_interval`. Not where the trainer examines versions for the gate. null: on a GPU. _Train._"""
     max_checkpoints_to_keep: NotNegative = 5
@@ -39,7 +39,7 @@ class TrainerSettings(Section):
     `0640`, a second trainer of another user `0660`, in one group (a job folder with the setgid bit hands the group on),
     and the right to enter the folders above. _Train._"""
     ulysses_sequence_parallel_size: Positive = 1
-    """Workers that [read each row together](decisions.md#ranks-share-a-step-and-rank-0-alone-knows-the-ledger), a part of its tokens each,
+    """Workers that read each row together, a part of its tokens each,
     for sequences too long for one GPU. It must divide `workers`, and with the model's heads go evenly. _Train._"""
     workers: Positive | None = None
     """Processes that [share each step](training.md#several-gpus), a GPU each; and the weights, where a GPU has no room

@@ -38,8 +38,7 @@ def counted() -> dict[str, int]:
 
     A word has a letter or a digit: the lines of a table, and dashes, are none.
     """
-    pages = [page for page in DOCS.rglob("*.md") if page.name not in REFERENCE ]
-    return {page.relative_to(DOCS).as_posix(): words_of(page) for page in pages}
+    return {p.relative_to(DOCS).as_posix(): words_of(p) for p in DOCS.rglob("*.md") if p.name not in REFERENCE}
 
 
 def test_there_are_no_more_words_than_somebody_reads() -> None:

@@ -80,7 +80,6 @@ def name_settings_file(command: Any, arguments: Sequence[str]) -> list[str]:
 
 
 def _positions(arguments: Sequence[str], options: dict[str, Any]) -> Iterator[int]:
-    """Where there is neither an option nor its value."""
     is_value = False
     for index, argument in enumerate(arguments):
         if argument == "--":
@@ -94,7 +93,6 @@ def _positions(arguments: Sequence[str], options: dict[str, Any]) -> Iterator[in
 
 
 def _paths(group: Any, before: str = "") -> Iterator[str]:
-    """All commands below a group, as they are typed."""
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from _paths(command, f"{before}{name} ")

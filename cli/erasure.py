@@ -169,8 +169,6 @@ _LOG_NOT_EMPTIED = (
 
 
 class TrainedOn(NamedTuple):
-    """A version that was trained on the person's experiences."""
-
     version: int
     state: str
     experiences: int

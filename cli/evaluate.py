@@ -1,5 +1,3 @@
-"""This file is `tuneloop evaluate`."""
-
 import os
 from pathlib import Path
 from typing import Annotated
@@ -65,7 +63,6 @@ def evaluate(
 
 
 def _find_version(settings: Settings, ledger: Ledger, name: str) -> AskedVersion:
-    """The version of that name. Raises VersionRefused."""
     own = {
         policy.id: policy.name if policy.id != DEFAULT else settings.served_model_name
         for policy in ledger.policies.all()

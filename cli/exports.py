@@ -89,7 +89,6 @@ def kto(reply: ExportedReply, *, everything: bool = False) -> Row | str:
 
 
 def dpo_of_edit(reply: ExportedReply) -> Row | str:
-    """The edited answer against the sampled one."""
     edited = latest_edit(reply)
     if edited is None:
         return "no preference"
@@ -150,13 +149,11 @@ def _statement(event: Any) -> object:
 
 
 def latest_edit(reply: ExportedReply) -> Any | None:
-    """The last edited answer, of the reply itself if there is one."""
     edits = [event for event in current_feedback(reply) if event.kind == Kind.DEMONSTRATION]
     return edits[-1] if edits else None
 
 
 def current_preferences(reply: ExportedReply) -> Iterator[Any]:
-    """The events that prefer the reply to another one."""
     return (event for event in current_feedback(reply) if event.kind == Kind.PREFERENCE)
 
 

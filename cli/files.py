@@ -71,13 +71,11 @@ class Draft:
             self._draft.discard()
 
     def write(self, row: Row) -> None:
-        """Add a row."""
         with self._writing():
             self._writer.write(row)
         self.rows += 1
 
     def publish(self) -> None:
-        """Bring the file to disk and to its place."""
         with self._writing():
             self._writer.close()
             self._draft.publish()
@@ -270,13 +268,11 @@ class DraftFile:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def publish(self) -> None:
-        """Bring it to disk and to its place. Raises OSError."""
         self.file.flush()
         os.fsync(self.file.fileno())
         self._draft.replace(self._path)
 
     def discard(self) -> None:
-        """Close it, and delete it if it was not published."""
         try:
             self.file.close()
         finally:

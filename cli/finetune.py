@@ -161,7 +161,6 @@ def _create(
 
 
 def _count_lines(path: Path, method: str) -> int:
-    """The lines of a file, but for empty ones. Raises FileRefused with its mistakes."""
     found = check_file(path, method)
     if found.mistakes:
         raise FileRefused("\n".join(f"{path}:{each.number}: {each.message}" for each in found.mistakes))
@@ -234,7 +233,6 @@ def _trainer(
 
 
 def _watch(ledger: Ledger, job: Job, check: Callable[[], None], *, quiet: bool) -> list[float]:
-    """Show what happens to a job until it is over; the losses on its validation file, oldest first."""
     losses: list[float] = []
     seen = 0
     shows_bar = sys.stderr.isatty() and not quiet

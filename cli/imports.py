@@ -97,7 +97,6 @@ class ImportedFeedback(msgspec.Struct, kw_only=True):
             raise ValueError("feedback about nothing: neither msg_id nor task_id and run_id")
 
     def record(self, tenant: str) -> Feedback:
-        """The event as a record."""
         return Feedback(tenant=tenant, **msgspec.structs.asdict(self))
 
 
@@ -142,7 +141,6 @@ class ExperienceRow(msgspec.Struct, kw_only=True):
             raise ValueError("tool_calls must be a list")
 
     def records(self) -> Iterator[Record]:
-        """The reply and its feedback."""
         calls = orjson.dumps(self.tool_calls) if isinstance(self.tool_calls, list) else self.tool_calls
         logprobs = [math.nan if each is None else each for each in self.logprobs]
         lacks_logprobs = self.state is not State.DROPPED and bool(logprobs) and all(map(math.isnan, logprobs))
@@ -186,8 +184,6 @@ class ConversationMessage(msgspec.Struct, kw_only=True):
 
 
 class Conversation(msgspec.Struct, kw_only=True):
-    """A row of SFT data: messages that end with the answer."""
-
     messages: Annotated[list[ConversationMessage], msgspec.Meta(min_length=2)]
     tools: list[Any] | str | None = None
     msg_id: MsgId | None = None
@@ -216,8 +212,6 @@ class ImportResult(NamedTuple):
 
 
 class ParsedRow(NamedTuple):
-    """A parsed row: its records for the ledger, and its reward in the file, None if it names none."""
-
     msg_id: str
     choice: int
     reward: float | None
@@ -289,7 +283,6 @@ def import_file(
 
 
 def parse_row(location: RowLocation, *, tenant: str, now: float) -> ParsedRow:
-    """Parse a row of a file. Raises ValueError if it is neither an experience nor a conversation."""
     if location.row is None:
         raise ValueError(location.error)
     # A column that a row of Parquet does not have is null there.

@@ -1,5 +1,3 @@
-"""This file is `tuneloop jobs`."""
-
 from collections.abc import Callable
 from typing import Annotated
 

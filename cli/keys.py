@@ -1,5 +1,3 @@
-"""This file is `tuneloop keys`."""
-
 from collections.abc import Iterator
 from typing import Annotated
 

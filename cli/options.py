@@ -63,7 +63,6 @@ def existing_ledger(config: Path, overrides: Sequence[str] | None) -> Iterator[t
 
 
 def echo_json(value: object) -> None:
-    """Print a value for programs."""
     echo(json.dumps(value, indent=2))
 
 

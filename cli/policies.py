@@ -1,5 +1,3 @@
-"""This file is `tuneloop policies`."""
-
 from collections.abc import Callable
 from typing import Annotated
 

@@ -87,7 +87,6 @@ def notes_on(settings: Settings) -> list[str]:
 
 
 def summary_of(settings: Settings) -> list[tuple[str, str]]:
-    """What the settings mean, for people: name and value."""
     length = settings.model.max_model_len
     lines = [
         ("mode", settings.mode),

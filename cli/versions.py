@@ -1,5 +1,3 @@
-"""This file is `tuneloop versions`."""
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated

@@ -64,7 +64,6 @@ class DiskSpace(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """It for people."""
         if self.inodes < _INODES:
             return f"the file system of {self.folder} has {self.inodes} free inodes (`df -i`): delete files there"
         needed, free, reserve = map(gigabytes, (self.needed, self.free, self.reserve))
@@ -82,7 +81,6 @@ def measure_space(folder: Path, *, needed: int) -> DiskSpace:
 
 
 def gigabytes(count: int) -> str:
-    """Bytes for people."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
@@ -103,13 +101,11 @@ GARBAGE = ".garbage-"
 
 
 def version_in(name: str) -> int | None:
-    """The version whose folder has this name, if it is one's."""
     found = _VERSION_FOLDER.fullmatch(name)
     return int(found[1]) if found else None
 
 
 def is_marked_weights_only(path: Path) -> bool:
-    """Whether critic and optimiser of the version in `path` are deleted, or about to be."""
     return (path / _WEIGHTS_ONLY).exists()
 
 
@@ -127,19 +123,16 @@ def for_going_on(path: Path) -> list[Path]:
 
 
 def size_without_weights(path: Path) -> int:
-    """Bytes that `CheckpointStore.strip` would make free."""
     files = (leaf for each in for_going_on(path) for leaf in ([each] if each.is_file() else each.rglob("*")))
     return sum(file.stat().st_size for file in files)
 
 
 def stays(name: str) -> bool:
-    """Whether an older version keeps this file."""
     folder, _, rest = name.partition("/")
     return folder == ACTOR or (folder == TRAINER_STATE and rest in {COUNTERS, RANDOM})
 
 
 def goes(name: str) -> bool:
-    """Whether an older version is rid of this file."""
     folder, _, rest = name.partition("/")
     return folder == CRITIC or (folder == TRAINER_STATE and "/" not in rest and rest not in {COUNTERS, RANDOM})
 
@@ -180,16 +173,12 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VerifiedProbe(Probe, frozen=True, kw_only=True):
-    """A probe with what the files hold: `fingerprints` by the dtype they are served in, each sum by its part.
-
-    Empty where they are not known to be what an engine holds.
-    """
+    """A probe with what the files hold: `fingerprints` by the dtype they are served in, each sum by its part."""
 
     fingerprints: dict[str, dict[str, int]]
 
     @classmethod
     def of(cls, probe: Probe, fingerprints: Mapping[str, Mapping[str, int]]) -> Self:
-        """A probe, with these fingerprints."""
         held = {served: dict(sums) for served, sums in fingerprints.items()}
         return cls(**msgspec.structs.asdict(probe), fingerprints=held)
 
@@ -268,10 +257,7 @@ def _require_below(path: Path, files: tuple[File, ...]) -> None:
 
 
 def seal_file(path: Path, root: Path, mode: int, *, sha256: str | None = None) -> File:
-    """Bring a staged file to disk with these rights, and describe it; it is read unless its `sha256` is known.
-
-    Raises CheckpointRejected for a link.
-    """
+    """Bring a staged file to disk with these rights, and describe it; it is read unless its `sha256` is known."""
     name = str(path.relative_to(root))
     if path.is_symlink():
         raise CheckpointRejected(f"{name}: a checkpoint holds files, not links")
@@ -281,7 +267,6 @@ def seal_file(path: Path, root: Path, mode: int, *, sha256: str | None = None) -
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -372,10 +357,7 @@ _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 
 
 class CheckpointStore:
-    """The checkpoints of one experiment, below `job_dir`.
-
-    Their files have the rights `mode`, whatever the process's umask; folders can be entered by who may read.
-    """
+    """The checkpoints of one experiment, below `job_dir`."""
 
     def __init__(self, job_dir: Path, *, mode: int = 0o600) -> None:
         self._root = job_dir
@@ -395,10 +377,7 @@ class CheckpointStore:
             )
 
     def stage(self, epoch: int, *, state: bool = False) -> Path:
-        """An empty folder to write the next checkpoint into; what this epoch left of an earlier one is deleted.
-
-        With `state` it is for critic and optimiser of a version that is there already.
-        """
+        """An empty folder to write the next checkpoint into; what this epoch left of an earlier one is deleted."""
         make_below(self._root)
         staging = self._root / f"{STAGING}{epoch}{_STATE if state else ''}"
         if staging.exists():
@@ -408,10 +387,7 @@ class CheckpointStore:
         return staging
 
     def seal(self, staging: Path, *, digests: Mapping[Path, str] | None = None) -> tuple[File, ...]:
-        """Bring every staged file to disk and list them. A link is refused: what it names may change later.
-
-        Those whose sha256 is in `digests` are not read again.
-        """
+        """Bring every staged file to disk and list them. A link is refused: what it names may change later."""
         known = digests or {}
         with ThreadPoolExecutor(_SEALERS) as pool:
             sealed = pool.map(
@@ -431,15 +407,11 @@ class CheckpointStore:
         return sha256
 
     def publish(self, staging: Path, manifest: Manifest) -> tuple[Path, str]:
-        """Describe a sealed folder and put it in its place; returns the path and the manifest's sha256."""
         sha256 = self.describe(staging, manifest)
         return self.put(staging, manifest.version), sha256
 
     def put(self, staging: Path, version: int) -> Path:
-        """Give a described folder its name, the first that is free; returns where it is.
-
-        What has the name already is left alone: it may be the checkpoint of a newer trainer.
-        """
+        """Give a described folder its name, the first that is free; returns where it is."""
         for number in itertools.count():
             target = self._root / (f"{VERSION_PREFIX}{version}-{number}" if number else f"{VERSION_PREFIX}{version}")
             try:
@@ -468,11 +440,7 @@ class CheckpointStore:
         sync_folder(path)
 
     def put_aside(self, spared: Collection[Path], *, newest: int) -> Iterator[tuple[Path, Path]]:
-        """Make all folders of versions up to `newest` but the `spared` invisible, all of them registered.
-
-        One after the other; with each where it is now, for `delete`. What comes after `newest` may be a checkpoint that
-        a newer trainer is just registering.
-        """
+        """Make all folders of versions up to `newest` but the `spared` invisible, all of them registered."""
         names = {path.name for path in spared}
         for path in sorted(self._root.glob(f"{VERSION_PREFIX}*")):
             version = version_in(path.name)
@@ -480,14 +448,10 @@ class CheckpointStore:
                 yield path, self._hide(path)
 
     def delete(self, garbage: Path) -> None:
-        """Delete what was put aside."""
         shutil.rmtree(garbage, ignore_errors=True)
 
     def strip(self, path: Path) -> None:
-        """Delete of a version's folder what only going on from it to the bit needs: critic and optimiser.
-
-        A folder that is not one of these checkpoints is left alone.
-        """
+        """Delete of a version's folder what only going on from it to the bit needs: critic and optimiser."""
         ours = version_in(path.name) is not None and path.parent.resolve() == self._root.resolve()
         if not ours or not path.exists() or (is_marked_weights_only(path) and not for_going_on(path)):
             return
@@ -497,10 +461,7 @@ class CheckpointStore:
             self._bin(each)
 
     def clear(self, epoch: int) -> None:
-        """Delete what trainers of epochs before `epoch` were writing, and what was being deleted when one died.
-
-        One of them that is still at it finds nothing any more that it could give a name.
-        """
+        """Delete what trainers of epochs before `epoch` were writing, and what was being deleted when one died."""
         for path in self._root.glob(f"{STAGING}*"):
             epoch_of_it = path.name.removeprefix(STAGING).removesuffix(_STATE)
             if epoch_of_it.isdecimal() and int(epoch_of_it) < epoch:
@@ -512,7 +473,6 @@ class CheckpointStore:
         clear_held(self._root)
 
     def folders(self) -> list[Path]:
-        """The folders of versions, registered or not."""
         return sorted(path for path in self._root.glob(f"{VERSION_PREFIX}*") if version_in(path.name) is not None)
 
     def put_back(self, copy: Path, *, copied: Callable[[int], object] = lambda count: None) -> Path:
@@ -537,7 +497,6 @@ class CheckpointStore:
         return target
 
     def _write(self, path: Path, manifest: Manifest | StateManifest) -> str:
-        """Write a manifest, and bring it to disk; returns its sha256."""
         data = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
         with path.open("wb") as file:
             os.fchmod(file.fileno(), self._mode)

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 
 class FlagEffect(Enum):
-    """What is done about an argument that touches sampling."""
-
     HARMLESS = "harmless"  # the same distribution, or only the prompt, whose ids are recorded
     REFUSED = "refused"
     HOLDS_TOOLS = "holds tools"  # replies to requests with tools are marked
@@ -120,7 +118,6 @@ def sounds_like_sampling(name: str) -> bool:
 
 
 def problems_of(arguments: Sequence[str], *, on_cpu: bool = False) -> Iterator[str]:
-    """Why arguments of an engine are refused: sentences."""
     for name, value in _pairs(arguments):
         rule = _rule_of(name)
         if rule is None:
@@ -133,17 +130,14 @@ def problems_of(arguments: Sequence[str], *, on_cpu: bool = False) -> Iterator[s
 
 
 def drafts(arguments: Sequence[str]) -> bool:
-    """Whether engines with these arguments draft tokens, to check several at once (speculative decoding)."""
     return any((rule := _rule_of(name)) is not None and rule.drafts for name, _ in _pairs(arguments))
 
 
 def has_tool_server(arguments: Sequence[str]) -> bool:
-    """Whether engines with these arguments run tools themselves."""
     return any(name == "--tool-server" for name, _ in _pairs(arguments))
 
 
 def thinks(arguments: Sequence[str], parser: str | None) -> bool:
-    """Whether engines with these arguments and this reasoning parser tell reasoning from the answer."""
     names = {name for name, _ in _pairs(arguments)}
     return parser is not None or not names.isdisjoint(("--reasoning-parser", "--reasoning-config"))
 
@@ -158,7 +152,6 @@ def holds_tools(arguments: Sequence[str], parser: str | None) -> bool:
 
 
 def rebuilds_grammars(arguments: Sequence[str]) -> bool:
-    """Whether engines with these arguments enforce grammars as the trainer rebuilds them."""
     rules = ((rule, value) for name, value in _pairs(arguments) if (rule := _rule_of(name)))
     return all(rule.effect is not FlagEffect.GRAMMAR or _is_neutral(rule, value) for rule, value in rules)
 
@@ -190,10 +183,7 @@ def name_settings(sentence: str) -> str:
 
 
 def gates_renderer(release: str | None) -> bool:
-    """Whether the renderer of a vLLM, such as `vllm 0.32.0`, answers only with --enable-scale-out.
-
-    It tells the grammars of requests; older ones have it without, and do not know the argument.
-    """
+    """Whether the renderer of a vLLM, such as `vllm 0.32.0`, answers only with --enable-scale-out."""
     found = re.search(r" (\d+)\.(\d+)", release or "")
     return found is not None and tuple(map(int, found.groups())) >= (0, 32)
 

@@ -12,13 +12,10 @@ class TuneloopError(Exception):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line: the next ones may quote what a user wrote."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class StartupError(TuneloopError):
-    """The service cannot start."""
-
     exit_code = 3
 
 

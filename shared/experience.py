@@ -1,10 +1,4 @@
-"""The records: an exchange, its experiences, and feedback, as they travel from the explorer to the trainer.
-
-With them who is behind feedback, and the clock that dates records: a step of the machine's clock neither ages anything
-nor changes an order.
-
-These are also the records of the outbox, so they are msgspec structs: `encode` and `decode` are the only serialisation.
-"""
+"""The records: an exchange, its experiences, and feedback, as they travel from the explorer to the trainer."""
 
 import functools
 import hashlib
@@ -95,7 +89,6 @@ def trace_keys(*names: object, traceparent: str | None = None) -> tuple[str, ...
 
 
 def rater_of(event: Any) -> Rater:
-    """Who gave a feedback event."""
     return event.tenant, event.source or ""
 
 
@@ -111,7 +104,6 @@ class TrustedRaters:
     judge: str | None = None
 
     def __contains__(self, rater: object) -> bool:
-        """Whether a rater, a tenant and a source, is one of them."""
         if not isinstance(rater, tuple):
             return False
         return rater in self.named or names_nobody(rater[1]) or (self.judge is not None and rater[1] == self.judge)
@@ -128,7 +120,6 @@ _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
 def is_tenant_name(text: str) -> bool:
-    """Whether a tenant, or a key, may have this name."""
     return _TENANT_NAME.fullmatch(text) is not None
 
 
@@ -149,8 +140,6 @@ class State(StrEnum):
 
 
 class Kind(StrEnum):
-    """The kind of a feedback event about a reply."""
-
     NUMBER = "number"
     BOOLEAN = "boolean"  # a thumb: value 1 is up, 0 is down
     LABEL = "label"
@@ -161,8 +150,6 @@ class Kind(StrEnum):
 
 
 class Outcome(StrEnum):
-    """The outcome of a feedback event."""
-
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"  # already recorded, so it is not stored a second time
     UNKNOWN = "unknown"  # about no reply of ours, so it is not stored
@@ -184,8 +171,6 @@ class VersionState(StrEnum):
 
 
 class PolicyState(StrEnum):
-    """The state of a policy."""
-
     ACTIVE = "active"  # -> paused, deleted
     PAUSED = "paused"  # -> active, deleted; it answers, and is not trained
     DELETED = "deleted"  # final: it answers nobody, its rows stay
@@ -204,15 +189,11 @@ class JobState(StrEnum):
 
 
 class RaterState(StrEnum):
-    """Whether a rater's feedback counts."""
-
     ACTIVE = "active"  # -> quarantined
     QUARANTINED = "quarantined"  # -> active
 
 
 class VersionAction(StrEnum):
-    """The action that an event of a version records."""
-
     PUBLISHED = "published"
     EVALUATED = "evaluated"
     CANARY = "canary"
@@ -226,15 +207,11 @@ class VersionAction(StrEnum):
 
 
 class Evaluator(StrEnum):
-    """Who evaluated a version."""
-
     ENGINE = "engine"
     TRAINER = "trainer"
 
 
 class AlarmState(StrEnum):
-    """The state of an alarm."""
-
     RAISED = "raised"  # -> cleared
     CLEARED = "cleared"
 
@@ -251,8 +228,6 @@ class Scope(StrEnum):
 
 
 class KeyAction(StrEnum):
-    """The action that an event of a key records."""
-
     CREATED = "created"
     REVOKED = "revoked"
 
@@ -280,11 +255,9 @@ class SteadyClock:
         self._offset = wall() - ticks()
 
     def __call__(self) -> float:
-        """The time of now."""
         return self._offset + self._ticks()
 
     def follow(self, now: float) -> None:
-        """Go on from `now`: somebody knows better."""
         self._offset = now - self._ticks()
 
     def time_at(self, ticks: float) -> float:
@@ -301,7 +274,6 @@ steady_clock = SteadyClock()
 
 
 def stamp(*, ago_s: float = 0.0) -> Stamp:
-    """The stamp of now, or of a moment so many seconds ago."""
     return Stamp(boot(), since_boot() - ago_s)
 
 
@@ -370,10 +342,7 @@ class ReplyLimit(NamedTuple):
     most: int | None = None
 
     def cuts(self, finish_reason: str | None, prompt: int, completion_ids: Sequence[int]) -> bool:
-        """Whether these ids, behind a prompt of so many, fill the limit and do not end by themselves.
-
-        `finish_reason` is the engine's.
-        """
+        """Whether these ids, behind a prompt of so many, fill the limit and do not end by themselves."""
         limits = [self.most] if self.most is not None else []
         limits += [self.context - prompt] if self.context is not None else []
         is_known = finish_reason in _WHOLE and self.ends and limits and completion_ids
@@ -463,7 +432,6 @@ def minted_at(msg_id: str) -> float:
 
 
 def time_received(record: Record, clock: SteadyClock = steady_clock) -> float:
-    """When a record was received, in seconds since 1970, as well as this process knows."""
     by_stamp = clock.time_of(record.stamp) if record.stamp else None
     return record.received_at if by_stamp is None else by_stamp
 
@@ -473,7 +441,6 @@ _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
 
 def encode(record: Record) -> bytes:
-    """The record as bytes, for the outbox."""
     return _encoder.encode(record)
 
 
@@ -493,7 +460,6 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
-    """Log-probabilities as little-endian float32 bytes."""
     return _little_endian(array("f", logprobs))
 
 

@@ -35,11 +35,7 @@ def network_of(path: Path) -> tuple[str | None, str | None]:
 
 
 def find_lacking(folder: Path) -> list[str]:
-    """What the file system of a folder cannot do of what is done in a job folder: a part of a sentence for each.
-
-    It is tried in a folder inside, or above where there is none yet, which is gone afterwards. Where none can be made
-    nothing is said.
-    """
+    """What the file system of a folder cannot do of what is done in a job folder: a part of a sentence for each."""
     with (
         suppress(OSError),
         tempfile.TemporaryDirectory(prefix=".trial-", dir=_existing_part(folder), ignore_cleanup_errors=True) as trial,

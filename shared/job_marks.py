@@ -84,7 +84,6 @@ def registered_in(job_dir: Path) -> Registered:
 
 
 def note_registered(job_dir: Path, version: int, epoch: int) -> None:
-    """Write down what was registered, unless newer ones were. Raises OSError."""
     before = registered_in(job_dir)
     after = Registered(max(version, before.version), max(epoch, before.epoch))
     if after != before:
@@ -106,12 +105,10 @@ def step_rules_in(job_dir: Path) -> StepRules | None:
 
 
 def note_step_rules(job_dir: Path, rules: StepRules) -> None:
-    """Write down the rules of a trainer that starts. Raises OSError."""
     write_mark(job_dir / _STEPS, rules)
 
 
 def restoring_in(job_dir: Path) -> Restoring | None:
-    """The restore that has not come to its end here, if any."""
     try:
         return msgspec.json.decode(read_unlinked(job_dir / _RESTORING), type=Restoring)
     except FileNotFoundError:
@@ -126,13 +123,11 @@ def begin_restoring(job_dir: Path, restoring: Restoring) -> None:
 
 
 def end_restoring(job_dir: Path) -> None:
-    """The restore is complete."""
     (job_dir / _RESTORING).unlink(missing_ok=True)
     sync_folder(job_dir)
 
 
 def require_restored(job_dir: Path) -> None:
-    """Raise EnvironmentRefused while a restore is not complete."""
     if (restoring := restoring_in(job_dir)) is not None:
         raise EnvironmentRefused(
             f"checkpoint_root_dir: {job_dir} is half restored: let `tuneloop restore {restoring.backup}` end, or give "
@@ -141,7 +136,6 @@ def require_restored(job_dir: Path) -> None:
 
 
 def touch_traffic(job_dir: Path) -> None:
-    """Say that requests are being answered now. Raises OSError."""
     _touch(job_dir / _TRAFFIC)
 
 
@@ -151,7 +145,6 @@ def traffic_stamp(job_dir: Path) -> int:
 
 
 def touch_committed(job_dir: Path) -> None:
-    """Say that rows were committed. Raises OSError."""
     _touch(job_dir / _COMMITTED)
 
 
@@ -179,12 +172,10 @@ class MarkLock:
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
         make_below(path.parent)
         self._file = change_unlinked(path)  # A network's file system asks for both rights.
 
     def fileno(self) -> int:
-        """The descriptor to inherit."""
         return self._file.fileno()
 
     def take(self) -> bool:
@@ -199,7 +190,6 @@ class MarkLock:
         return False
 
     def release(self) -> None:
-        """Let others have it."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
@@ -223,12 +213,10 @@ class GpuLocks(NamedTuple):
 
     @classmethod
     def of(cls, job_dir: Path) -> "GpuLocks":
-        """Those of a job folder, none of which is taken by that."""
         wanted = [MarkLock(job_dir / _GPU_WANTED.format(user)) for user in ("trainer", "engine")]
         return cls(MarkLock(job_dir / _GPU_HELD), *wanted)
 
     def close(self) -> None:
-        """Release all."""
         for each in self:
             each.close()
 
@@ -273,7 +261,6 @@ def _read(path: Path, kind: type[_Mark]) -> _Mark | None:
 
 
 def write_mark(path: Path, mark: msgspec.Struct, *, mode: int = 0o666) -> None:
-    """Replace a mark, durably. Raises OSError."""
     make_below(path.parent)
     draft = path.with_name(f".{path.name}-{os.getpid()}")
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:

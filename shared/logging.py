@@ -50,7 +50,6 @@ class _Cleaner:
     clean: Callable[[str], str] = staticmethod(lambda text: text)
 
     def process(self, logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
-        """Clean structlog's event."""
         for field in _ERROR_FIELDS:
             if isinstance(value := event.get(field), str):
                 event[field] = self.clean(value)
@@ -71,8 +70,6 @@ def clean_error(error: object) -> str:
 
 
 class LogLevel(StrEnum):
-    """The least level that is logged."""
-
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
@@ -98,7 +95,6 @@ class LogWriter:
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
 
     def write(self, text: str) -> None:
-        """Have it written soon."""
         if self._waiting.qsize() >= MOST_WAITING:
             self._dropped += 1
             self.count_dropped()
@@ -138,10 +134,7 @@ LOG = LogWriter(2)
 
 
 class LineLimiter:
-    """Leaves out lines of an event that comes too often, and calls `tell` with how many of each, a while later.
-
-    Whoever causes a line, such as a stranger's request, must not fill the disk with it.
-    """
+    """Leaves out lines of an event that comes too often, and calls `tell` with how many of each, a while later."""
 
     def __init__(self, tell: Callable[[dict[str, int]], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._clock = tell, clock
@@ -150,7 +143,6 @@ class LineLimiter:
         self._left_out: Counter[str] = Counter()
 
     def admits(self, event: str) -> bool:
-        """Whether a line of this event may be written now."""
         with self._lock:
             now = self._clock()
             room, since = self._room.get(event, (float(LINES_AT_ONCE), now))
@@ -166,20 +158,17 @@ class LineLimiter:
         return admitted
 
     def summarise(self) -> None:
-        """Tell what was left out since the last time."""
         with self._lock:
             left_out, self._left_out = self._left_out, Counter()
         if left_out:
             self._tell(dict(left_out))
 
     def process(self, logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
-        """Drop structlog's event, if it comes too often."""
         if event["event"] != _SUMMARY and not self.admits(str(event["event"])):
             raise structlog.DropEvent
         return event
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a library's line may be written now."""
         return self.admits(f"{record.name}:{record.lineno}")
 
 
@@ -248,15 +237,11 @@ def _tell_uncaught(kind: type[BaseException], error: BaseException | None, trace
 
 
 class _TextFormatter(logging.Formatter):
-    """A library's record as a line, and a traceback where there is one."""
-
     def format(self, record: logging.LogRecord) -> str:
         return clean_error(super().format(record))
 
 
 class _JsonFormatter(logging.Formatter):
-    """A library's record as the services' own events are written."""
-
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC).isoformat().replace("+00:00", "Z")
         event = {"event": clean_error(record.getMessage()), "logger": record.name, "level": record.levelname.lower()}

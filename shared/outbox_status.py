@@ -31,7 +31,6 @@ class OutboxStatus(NamedTuple):
     refusal: str | None = None
 
     def plus(self, other: "OutboxStatus") -> "OutboxStatus":
-        """The same with what waits in other files."""
         oldest = min((each for each in (self.since, other.since) if each is not None), default=None)
         files, records, size = self.files + other.files, self.records + other.records, self.bytes + other.bytes
         return self._replace(files=files, records=records, bytes=size, since=oldest)
@@ -48,7 +47,6 @@ def files_of(folder: Path) -> list[str]:
 
 
 def path_of(folder: Path, file: str) -> Path:
-    """Where the file of this id lies."""
     return folder / f"{file}{SUFFIX}"
 
 

@@ -51,7 +51,6 @@ class Curves:
         return self._append(b"".join(_point(step, name, value) for name, value in values.items()))
 
     def close(self) -> None:
-        """No more points: later ones are dropped."""
         self._closed = True
 
     def _append(self, records: bytes) -> bool:

@@ -1,1 +1,0 @@
-"""What the machine can hold, and how fast it is."""

@@ -1,8 +1,4 @@
-"""What an experiment takes: memory of the trainer and of an engine, and the disk of a version, by plain formulas.
-
-They are within a quarter of what was measured on an H200. The trainer chooses by them how many tokens go through the
-model at once, and `tuneloop plan` prints them.
-"""
+"""What an experiment takes: memory of the trainer and of an engine, and the disk of a version, by plain formulas."""
 
 import subprocess
 from collections.abc import Iterator
@@ -71,7 +67,6 @@ class TrainerMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it that is in one place."""
         return sum(self) - self.offloaded
 
 
@@ -89,7 +84,6 @@ class EngineMemory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.base + self.weights + self.adapters + max(0, self.cache)
 
 
@@ -129,10 +123,7 @@ def _adapter_weights(shape: ModelShape, settings: Settings, rank: int) -> int:
 
 
 def policies_memory(shapes: Shapes, settings: Settings) -> int:
-    """Bytes of main memory for adapters: those that engines keep, and what the policies have learnt that do not train.
-
-    As many of these as the settings name, up to what the trainer keeps.
-    """
+    """Bytes of main memory for adapters: those that engines keep, and those that are not trained now."""
     lora, rollout, on_gpu = settings.model.lora, settings.explorer.rollout_model, settings.cluster.gpu_per_node > 0
     engines = 0 if settings.mode == "train" or rollout.engine_urls else rollout.engine_num
     served = _adapter_weights(shapes[0], settings, lora.most_rank) * (4 if rollout.dtype == "float32" else 2)
@@ -233,7 +224,6 @@ def version_disk(shapes: Shapes, settings: Settings) -> VersionDisk:
 
 
 def room_for_trainer(settings: Settings, gpu_bytes: int) -> int:
-    """What an engine leaves the trainer of a GPU of so many bytes."""
     if settings.cluster.gpu_turn is not None:
         return gpu_bytes - ASLEEP_ENGINE
     of_engine = settings.explorer.rollout_model.gpu_memory_utilization if shares_gpu(settings) else 0
@@ -241,7 +231,6 @@ def room_for_trainer(settings: Settings, gpu_bytes: int) -> int:
 
 
 def shares_gpu(settings: Settings) -> bool:
-    """Whether the trainer's GPU is an engine's, too."""
     return settings.mode == "both" and 0 < settings.cluster.gpu_per_node <= settings.gpus_of_engines
 
 
@@ -255,12 +244,7 @@ class TrainerFit(NamedTuple):
 
 
 def fit_trainer(settings: Settings, shapes: Shapes, room: int | None) -> TrainerFit:
-    """What is best for so many bytes of a GPU, or the least.
-
-    Several workers have the whole each, unless with shares more tokens at once fit, up to what occupies a GPU.
-
-    Without a GPU, or where its memory is not known, that is the default of a CPU.
-    """
+    """What is best for so many bytes of a GPU, or the least."""
     several = settings.trainer_workers > 1 and not settings.model.lora.rank
     if room is None or not trainer_on_gpu(settings):
         chosen = with_trainer(settings, micro_batch_tokens=settings.trainer.tokens_at_once)
@@ -296,7 +280,6 @@ def _choices(settings: Settings) -> Iterator[Settings]:
 
 
 def cure_of(settings: Settings) -> str:
-    """What to do where nothing fits: of what helps, what the settings do not have yet."""
     algorithm, trainer, adapts = settings.algorithm, settings.trainer, bool(settings.model.lora.rank)
     ways = {
         "give the trainer more GPUs, which share weights and AdamW's memory (trainer.workers)": not adapts,
@@ -311,7 +294,6 @@ def cure_of(settings: Settings) -> str:
 
 
 def with_trainer(settings: Settings, **values: object) -> Settings:
-    """The settings with other values in the section `trainer`."""
     return settings.model_copy(update={"trainer": settings.trainer.model_copy(update=values)})
 
 

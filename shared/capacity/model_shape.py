@@ -34,7 +34,6 @@ class ModelShape(NamedTuple):
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """The sides of a layer's matrices."""
         width, inner = self.width, self.inner_width
         queries, keys = self.heads * self.head_width, self.key_value_heads * self.head_width
         attention = {"q_proj": (width, queries), "k_proj": (width, keys), "v_proj": (width, keys)}

@@ -31,8 +31,6 @@ class VersionPace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerPace(NamedTuple):
-    """Experiences a second, and the shares of the trainer's time."""
-
     committed: float
     trained: float
     steps: float
@@ -45,7 +43,6 @@ class TrainerPace(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """It for people, with the cure."""
         rates = f"{self.committed:.3g} replies a second are committed, {self.trained:.3g} trained"
         if self.lag < _BEHIND:
             return f"{rates}: the trainer keeps up"

@@ -1,1 +1,0 @@
-"""Held-out evaluation and its statistics, which both services must reckon alike."""

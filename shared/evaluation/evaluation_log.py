@@ -20,7 +20,6 @@ class EvaluationProgress:
         self._next = clock() + EVERY_S
 
     def add(self, count: int = 1) -> None:
-        """So many more are answered."""
         self._answered += count
         if self._clock() >= self._next and self._answered < self._of:
             self._next = self._clock() + EVERY_S

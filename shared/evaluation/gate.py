@@ -25,19 +25,14 @@ class GateVerdict(NamedTuple):
     figures: dict[str, Any]
 
     def details(self, champion: int) -> dict[str, Any]:
-        """The details of an evaluation's event, against that champion."""
         return {"instead_of": champion, "passed": self.passed, **self.figures}
 
     def reason(self, champion: int) -> str:
-        """Why it passed, or did not, against that champion."""
         return "; ".join(self.reasons) or f"no worse than version {champion}"
 
 
 def evaluator_of(settings: Settings) -> Evaluator:
-    """Who evaluates: where no engine is free for a candidate, the trainer does it in its own process.
-
-    Figures of the one are never compared with those of the other.
-    """
+    """Who evaluates: where no engine is free for a candidate, the trainer does it in its own process."""
     return Evaluator.ENGINE if settings.engine_places > 1 else Evaluator.TRAINER
 
 

@@ -78,5 +78,4 @@ def figures_of(
 
 
 def mean(metric: str, values: Sequence[float], part: str = "") -> Figure:
-    """The figure that the values come to."""
     return Figure(metric, part, fmean(values), pstdev(values), len(values))

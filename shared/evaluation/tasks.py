@@ -46,7 +46,6 @@ class Task(NamedTuple):
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The question as a conversation."""
         return [{"role": "user", "content": self.question}] if isinstance(self.question, str) else self.question
 
 
@@ -116,7 +115,6 @@ def is_right(answer: str, reply: str, options: EvaluationSettings) -> bool:
 
 
 def without_reasoning(reply: str) -> str:
-    """The text after the last `</think>`."""
     return reply.rpartition("</think>")[2]
 
 

@@ -1,1 +1,0 @@
-"""Fine-tuning on files: their lines, what a job is trained with, and graders."""

@@ -71,7 +71,6 @@ class ModelSample(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] = []
 
     def fields(self) -> dict[str, Any]:
-        """What templates may name."""
         found: dict[str, Any] = {"output_text": self.text, "output_tools": self.tools}
         with suppress(orjson.JSONDecodeError):
             found["output_json"] = orjson.loads(self.text)
@@ -179,7 +178,6 @@ async def grade(grader: Mapping[str, Any], sample: ModelSample, ask: AskModel) -
 
 
 async def _score(grader: Mapping[str, Any], fields: Mapping[str, Any], ask: AskModel) -> float:
-    """What one that is not `multi` gives. Raises _Failure."""
     if grader["type"] == "score_model":
         messages = [{"role": each["role"], "content": fill(_text_of(each) or "", fields)} for each in grader["input"]]
         sampling = dict(grader.get("sampling_params") or {})

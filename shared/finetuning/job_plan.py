@@ -1,20 +1,4 @@
-"""What a job is trained with: its policy's options, and its hyperparameters with `auto` resolved.
-
-What `auto` becomes, for a file of so many lines:
-
-n_epochs                    3 up to 1 000 lines, 2 up to 10 000, 1 beyond
-batch_size                  a twenty-fifth of the lines, from 1 to 32
-learning_rate_multiplier    what brings `algorithm.optimizer.lr` to 1e-4 for supervised and 1e-5 for dpo, at least 1;
-                            1 for reinforcement
-beta                        0.1
-compute_multiplier          1: four samples a prompt, and so many times as many for another
-eval_interval               the steps of an epoch
-eval_samples                1
-reasoning_effort            default: what the chat template does by itself
-
-A batch counts answers: of a conversation, each message that is learnt; of preferences, pairs; of `reinforcement`,
-prompts. The last batch of an epoch may be smaller.
-"""
+"""What a job is trained with: its policy's options, and its hyperparameters with `auto` resolved."""
 
 import math
 from collections.abc import Mapping
@@ -163,7 +147,6 @@ def plan_job(settings: Settings, method: str, asked: Mapping[str, Any], *, lines
 
 
 def _value(name: str, value: Any) -> Any:
-    """A hyperparameter as it was asked for, if it can be. Raises JobRefused."""
     if value is None or value == "auto":
         return "auto"
     if name == "reasoning_effort":

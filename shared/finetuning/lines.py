@@ -50,8 +50,6 @@ class FileLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineMistake(NamedTuple):
-    """What is wrong with a line, by its number from 1."""
-
     number: int
     message: str
 
@@ -75,7 +73,6 @@ class LineIndex(NamedTuple):
 
     @property
     def lines(self) -> int:
-        """How many there are, empty ones too."""
         return len(self.places) - 1
 
     def read(self, numbers: Sequence[int], method: str) -> Iterator[FileLine]:
@@ -89,8 +86,6 @@ class LineIndex(NamedTuple):
 
 
 class FileCheck(NamedTuple):
-    """How many lines a file has, and the first mistakes."""
-
     lines: int
     mistakes: list[LineMistake]
 
@@ -108,7 +103,6 @@ def read_lines(file: Path, method: str) -> Iterator[FileLine]:
 
 
 def read_line(number: int, data: bytes, method: str) -> FileLine:
-    """One line of a file, by its number. Raises FileRefused for a mistake."""
     try:
         return _parse(number, data if len(data.rstrip(b"\n")) <= MAX_LINE_BYTES else None, method)
     except _Mistake as mistake:
@@ -160,7 +154,6 @@ def _split(source: BinaryIO) -> Iterator[bytes | None]:
 
 
 def _parse(number: int, data: bytes | None, method: str) -> FileLine:
-    """A line of a method. Raises _Mistake."""
     if data is None:
         raise _Mistake(f"the line is longer than {MAX_LINE_BYTES} bytes")
     if number == 1 and data.startswith(_BOMS):
@@ -185,7 +178,6 @@ def _parse(number: int, data: bytes | None, method: str) -> FileLine:
 
 
 def _conversation(number: int, item: dict[str, Any], method: str) -> FileLine:
-    """A line of `supervised` or `reinforcement`."""
     if "messages" not in item:
         hint = "; prompt and completion are for models that do not chat" if "prompt" in item else ""
         raise _Mistake(f"messages is missing{hint}")
@@ -233,7 +225,6 @@ def _preference(number: int, item: dict[str, Any]) -> FileLine:
 
 
 def _tools_of(item: Mapping[str, Any], place: str) -> list[dict[str, Any]] | None:
-    """The tools of a line, or of its input."""
     if item.get("functions") is not None:
         raise _Mistake(f"{place}functions is not taken any more: write tools")
     if not isinstance(item.get("parallel_tool_calls"), bool | None):
@@ -253,7 +244,6 @@ def _tools_of(item: Mapping[str, Any], place: str) -> list[dict[str, Any]] | Non
 
 
 def _messages(value: object, place: str, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """A conversation as it is, when all of it is right."""
     if not isinstance(value, list) or not value:
         raise _Mistake(f"{place} must be a list of at least one message")
     named, called = {tool["function"]["name"] for tool in tools or ()}, set[str]()
@@ -270,7 +260,6 @@ def _messages(value: object, place: str, tools: list[dict[str, Any]] | None) -> 
 
 
 def _check_message(message: Mapping[str, Any], at: str) -> None:
-    """Raise _Mistake for a message that is wrong by itself."""
     role, content, calls, weight = (message.get(name) for name in ("role", "content", "tool_calls", "weight"))
     if role not in _ROLES:
         raise _Mistake(f"{at}.role must be one of {', '.join(_ROLES)}, not {role!r:.64}")

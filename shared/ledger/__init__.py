@@ -1,1 +1,0 @@
-"""The ledger: every exchange, feedback, batch and version in SQL."""

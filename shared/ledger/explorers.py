@@ -32,7 +32,6 @@ class ExplorerStatus(NamedTuple):
     seen_at: float
 
     def up(self, now: float) -> bool:
-        """Whether it runs, as far as is known."""
         return now - self.seen_at < SEEN_S
 
 
@@ -53,8 +52,6 @@ def require_lead(connection: Connection, lead: Lead | None, now: float) -> None:
 
 
 class Explorers(LedgerPart):
-    """What explorers tell each other."""
-
     def see(self, name: str, *, address: str, release: str, version: int | None) -> None:
         """Note that an explorer runs, and what it serves. Those that nobody saw for a week are forgotten."""
         now = self._clock()
@@ -65,12 +62,10 @@ class Explorers(LedgerPart):
             connection.execute(delete(explorers).where(explorers.c.seen_at < now - _FORGOTTEN_S))
 
     def all(self) -> list[ExplorerStatus]:
-        """All that are known, by their names."""
         columns = (explorers.c[name] for name in ExplorerStatus._fields)
         return [ExplorerStatus(*row) for row in self._read(select(*columns).order_by(explorers.c.name))]
 
     def running(self) -> list[ExplorerStatus]:
-        """Those that run."""
         now = self._clock()
         return [each for each in self.all() if each.up(now)]
 
@@ -108,7 +103,6 @@ class Explorers(LedgerPart):
                 connection.execute(same.values(amount=shared_counts.c.amount + amount, until=until))
 
     def counts(self, scope: str) -> dict[str, float]:
-        """What they have counted under it."""
         query = select(shared_counts.c.name, shared_counts.c.amount).where(shared_counts.c.scope == scope)
         return {row.name: row.amount for row in self._read(query)}
 

@@ -90,8 +90,6 @@ class Ranked(NamedTuple):
 
 
 class Exports(LedgerPart):
-    """Reads rows to be written to a file, and records the file."""
-
     def replies(self, selection: Selection, *, everything: bool = False) -> Iterator[list[ExportedReply]]:
         """The replies in pages, in the order of their ids: of each its last correction, with the feedback that counts.
 
@@ -104,7 +102,6 @@ class Exports(LedgerPart):
             last = page[-1].id
 
     def replies_by_id(self, ids: Collection[int]) -> dict[int, ExportedReply]:
-        """Those of the replies that are there."""
         found: dict[int, ExportedReply] = {}
         for portion in portions(ids, of=_PARAMETERS_PER_REPLY):
             found |= {each.id: each for each in self._replies(experiences.c.id.in_(portion), limit=None)}
@@ -227,7 +224,6 @@ def _where(selection: Selection) -> ColumnElement[bool]:
 
 
 def _newest() -> ColumnElement[bool]:
-    """Whether a row is the last correction of its reply."""
     later = experiences.alias()
     same = and_(later.c.msg_id == experiences.c.msg_id, later.c.choice == experiences.c.choice)
     return ~exists().where(same, later.c.correction > experiences.c.correction)

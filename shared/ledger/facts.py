@@ -36,7 +36,6 @@ class Trainer(NamedTuple):
     ended_at: float | None
 
     def up(self, now: float) -> bool:
-        """Whether it lives, by its heartbeats."""
         return self.ended_at is None and now - self.seen_at <= TRAINER_SEEN_S
 
 
@@ -106,7 +105,6 @@ class LedgerFacts:
     alarms: tuple[Alarm, ...] = ()
 
     def count(self, state: State) -> StateCount:
-        """The experiences in a state."""
         return self.states.get(state, StateCount())
 
 

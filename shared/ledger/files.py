@@ -60,15 +60,11 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FilePage(NamedTuple):
-    """Some files of a list, and whether more follow."""
-
     files: list[StoredFile]
     more: bool
 
 
 class PromptSample(NamedTuple):
-    """A reply to a prompt of a file, and what became of it."""
-
     task_id: str
     run_id: str
     msg_id: str
@@ -91,10 +87,7 @@ class Files(LedgerPart):
         return kept
 
     def find(self, file_id: str, tenant: str | None = None, *, deleted: bool = False) -> StoredFile | None:
-        """That file, of a tenant or, with None, of any; None if there is none.
-
-        None too if it was deleted or has expired, unless `deleted` ones are wanted.
-        """
+        """That file, of a tenant or, with None, of any; None if there is none."""
         chosen = select(files).where(files.c.id == file_id, true() if deleted else self._live())
         rows = self._read(chosen if tenant is None else chosen.where(files.c.tenant == tenant))
         return StoredFile(**rows[0]._mapping) if rows else None
@@ -102,10 +95,7 @@ class Files(LedgerPart):
     def page(
         self, tenant: str, *, purpose: str | None, after: str | None, order: Literal["asc", "desc"], limit: int
     ) -> FilePage:
-        """A tenant's files in the order of their creation, those behind `after`. Raises FileRefused where it is none.
-
-        A file that was deleted meanwhile still says where the next page begins.
-        """
+        """A tenant's files by age, those behind `after`. Raises FileRefused where it is none; a deleted one is one."""
         place = tuple_(files.c.created_at, files.c.id)
         chosen = select(files).where(files.c.tenant == tenant, self._live())
         if purpose is not None:
@@ -123,12 +113,10 @@ class Files(LedgerPart):
         return FilePage(rows[:limit], len(rows) > limit)
 
     def delete(self, file_id: str) -> None:
-        """Note that it was deleted."""
         with self._write() as connection:
             connection.execute(update(files).where(files.c.id == file_id).values(deleted_at=self._clock()))
 
     def begin_upload(self, upload: Upload) -> Upload:
-        """Keep an upload that is to come in parts; its times are the ledger's."""
         now = self._clock()
         begun = msgspec.structs.replace(upload, created_at=now, expires_at=now + UPLOAD_S)
         with self._write() as connection:
@@ -176,7 +164,6 @@ class Files(LedgerPart):
         return known
 
     def samples(self, tenant: str, task_ids: Collection[str]) -> list[PromptSample]:
-        """The replies of these tasks."""
         columns = select(*(experiences.c[name] for name in PromptSample._fields)).where(experiences.c.tenant == tenant)
         found = []
         for some in portions(task_ids):

@@ -116,8 +116,6 @@ _JSON = ("hyperparameters", "grader", "metadata", "error")
 
 
 class Jobs(LedgerPart):
-    """Makes, lists and changes jobs, and keeps what happened to them."""
-
     def create(self, draft: JobDraft) -> Job:
         """A new job in `validating_files`, with its policy. Raises PolicyRefused for a parent that cannot be one."""
         job_id, now = f"ftjob-{secrets.token_hex(12)}", self._clock()
@@ -141,17 +139,13 @@ class Jobs(LedgerPart):
         return job_of(rows[0])
 
     def open(self, states: Collection[JobState] = OPEN) -> list[Job]:
-        """The jobs in these states, oldest first."""
         chosen = select(jobs).where(jobs.c.state.in_(states)).order_by(jobs.c.created_at, jobs.c.id)
         return [job_of(row) for row in self._read(chosen)]
 
     def page(
         self, tenant: str | None, *, after: str | None = None, keep: Mapping[str, str] | None = None
     ) -> Iterator[Job]:
-        """A tenant's jobs, or all, newest first, whose metadata has all of `keep`; `after`: older than that one.
-
-        Raises JobRefused where there is no job `after`.
-        """
+        """A tenant's jobs, or all, newest first, whose metadata has all of `keep`; `after`: older than that one."""
         chosen = select(jobs).where(true() if tenant is None else jobs.c.tenant == tenant)
         if after is not None:
             last = self.get(after, tenant)
@@ -161,7 +155,6 @@ class Jobs(LedgerPart):
         return (each for each in found if (keep or {}).items() <= each.metadata.items())
 
     def counts(self) -> dict[JobState, int]:
-        """How many jobs are in each state."""
         found = dict(self._read(select(jobs.c.state, func.count()).group_by(jobs.c.state)))
         return {state: found.get(state, 0) for state in JobState}
 
@@ -205,21 +198,16 @@ class Jobs(LedgerPart):
         return list(found.values())[::-1]
 
     def progress(self, job_id: str, *, events: int = 8) -> list[JobEvent]:
-        """The newest events of type metrics, newest first."""
         chosen = select(job_events).where(job_events.c.job == job_id, job_events.c.type == "metrics")
         return [_event_of(row) for row in self._read(chosen.order_by(job_events.c.id.desc()).limit(events))]
 
     def of_policies(self) -> dict[int, Job]:
-        """All jobs by the ids of their policies."""
         return {row.policy: job_of(row) for row in self._read(select(jobs))}
 
     def change(
         self, job_id: str, state: JobState, message: str, *, options: Mapping[str, Any] | None = None, **values: Any
     ) -> Job:
-        """Bring a job to a state, and tell why in an event; `options` become its policy's, beside those it has.
-
-        Raises JobRefused where it cannot come there.
-        """
+        """Bring a job to a state, and tell why in an event; `options` become its policy's, beside those it has."""
         with self._write() as connection:
             change_state(connection, job_id, state, message, self._clock(), values)
             if options is not None:
@@ -277,14 +265,12 @@ def note_event(
     level: str = "info",
     data: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add an event in a transaction that does more."""
     row = {"job": job_id, "at": at, "level": level, "message": message, "type": "metrics" if data else "message"}
     encoded = msgspec.json.encode(data).decode() if data else None
     connection.execute(insert(job_events).values(row | {"data": encoded}))
 
 
 def job_of(row: Any) -> Job:
-    """A job of its row."""
     values = {name: getattr(row, name) for name in Job.__struct_fields__}
     decoded = {name: values[name] and msgspec.json.decode(values[name]) for name in _JSON}
     return Job(**values | decoded | {"state": JobState(row.state)})

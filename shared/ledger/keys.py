@@ -73,8 +73,6 @@ class KeyTable(msgspec.Struct, frozen=True):
 
 
 class KeyEvent(NamedTuple):
-    """A row of the audit log."""
-
     at: float
     key_id: str
     name: str
@@ -93,7 +91,6 @@ def digest_of(secret: str) -> bytes:
 
 
 def check_grant(grant: KeyGrant) -> None:
-    """Raise KeyRefused for a key that cannot be made so."""
     for param, text in (("name", grant.name), ("tenant", grant.tenant)):
         if not is_tenant_name(text):
             raise KeyRefused(
@@ -109,8 +106,6 @@ def check_grant(grant: KeyGrant) -> None:
 
 
 class Keys(LedgerPart):
-    """Makes, lists and revokes keys."""
-
     def create(self, grant: KeyGrant, *, actor: str) -> tuple[AccessKey, str]:
         """A new key, and its secret, which nobody is told again. Raises KeyRefused."""
         check_grant(grant)
@@ -145,7 +140,6 @@ class Keys(LedgerPart):
         return True
 
     def all(self, *, tenant: str | None = None) -> list[AccessKey]:
-        """Every key that was ever made, of a tenant if one is named, oldest first."""
         query = select(keys).where(_is_of(tenant)).order_by(keys.c.created_at, keys.c.key_id)
         return [_key_of(row) for row in self._read(query)]
 
@@ -154,14 +148,12 @@ class Keys(LedgerPart):
         return int(self._read(select(func.coalesce(func.max(key_events.c.id), 0)))[0][0])
 
     def table(self) -> KeyTable:
-        """The keys that are not revoked, as of one moment."""
         query = select(keys).where(keys.c.revoked_at.is_(None))
         newest = select(func.coalesce(func.max(key_events.c.id), 0))
         [[revision]], rows = self._read_together(newest, query)
         return KeyTable(tuple(map(_key_of, rows)), revision > 0, revision)
 
     def events(self, *, last: int, tenant: str | None = None) -> list[KeyEvent]:
-        """The newest entries of the audit log, of a tenant if one is named, newest first."""
         named = key_events.join(keys, keys.c.key_id == key_events.c.key_id)
         columns = (key_events.c.at, keys.c.key_id, keys.c.name, keys.c.tenant, key_events.c.action, key_events.c.actor)
         query = select(*columns).select_from(named).where(_is_of(tenant)).order_by(key_events.c.id.desc()).limit(last)
@@ -172,7 +164,6 @@ class Keys(LedgerPart):
 
 
 def scopes_of(names: Collection[str]) -> tuple[Scope, ...]:
-    """The scopes of these names. Raises KeyRefused."""
     if unknown := sorted(set(names) - set(Scope)):
         raise KeyRefused(f"there is no scope {unknown[0]!r}; there are {', '.join(Scope)}")
     return tuple(map(Scope, names))

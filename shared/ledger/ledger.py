@@ -122,7 +122,6 @@ class Ledger:
         return line
 
     def close(self) -> None:
-        """Give the connections to the database back."""
         self.transactions.close()
 
     def own(self, project: str, name: str) -> None:

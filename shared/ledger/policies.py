@@ -50,8 +50,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Policies(LedgerPart):
-    """Makes, lists, pauses and deletes policies."""
-
     def create(
         self, name: str, *, tenant: str = "", parent: int = 0, settings: Mapping[str, Any] | None = None, by: str
     ) -> Policy:
@@ -66,7 +64,6 @@ class Policies(LedgerPart):
         return self.get(number)
 
     def get(self, number: int) -> Policy:
-        """That policy. Raises PolicyRefused if there never was one."""
         rows = self._read(select(policies).where(policies.c.id == number))
         if not rows:
             raise PolicyRefused(f"there is no policy {number}")
@@ -105,7 +102,6 @@ class Policies(LedgerPart):
         return [row.name for row in names if row.id in found]
 
     def waiting(self) -> dict[int, int]:
-        """How many committed rows wait to be trained on, by policy."""
         committed: Any = text(COMMITTED)  # not a parameter: the partial index would not be used
         counted = select(experiences.c.policy, func.count()).where(committed).group_by(experiences.c.policy)
         return {policy: count for policy, count in self._read(counted)}
@@ -127,10 +123,7 @@ class Policies(LedgerPart):
             connection.execute(update(policies).where(policies.c.id == number).values(changed))
 
     def pause(self, number: int, *, paused: bool = True) -> None:
-        """Train it no more for now, or again; it answers all the while. A fine-tuning job of it is paused, or queued.
-
-        Raises PolicyRefused if it was deleted.
-        """
+        """Train it no more for now, or again, and a job of it. Raises PolicyRefused if it was deleted."""
         state = PolicyState.PAUSED if paused else PolicyState.ACTIVE
         with self._write() as connection:
             of_job = {JobState.QUEUED, JobState.RUNNING} if paused else {JobState.PAUSED}
@@ -218,7 +211,6 @@ def require_there(connection: Connection, number: int) -> None:
 
 
 def drop_rows(connection: Connection, policy: int, reason: str) -> None:
-    """Drop what waits to be trained on by a policy, in a transaction that does more; all rows stay."""
     waiting = experiences.c.policy == policy, experiences.c.state.in_(_WAITING)
     dropped = {"state": State.DROPPED, "reason": reason, "group_id": None}
     connection.execute(update(experiences).where(*waiting).values(dropped))
@@ -237,10 +229,7 @@ def _change_job(
 
 
 def drop_waiting(connection: Connection) -> None:
-    """Drop what waits for a batch of a policy that was deleted, or of a job that was ended before it was done.
-
-    A trainer had it then, or it came later.
-    """
+    """Drop what waits for a batch of a policy that was deleted, or of a job that was ended before it was done."""
     gone = select(policies.c.id).where(policies.c.state == PolicyState.DELETED)
     ended = select(jobs.c.policy).where(jobs.c.state.in_((JobState.CANCELLED, JobState.FAILED)))
     for which, reason in ((gone, "its policy was deleted"), (ended, "its job was ended")):
@@ -270,6 +259,5 @@ def _copy(connection: Connection, version: int, policy: int, state: VersionState
 
 
 def policy_of(row: Any) -> Policy:
-    """A policy of its row."""
     values = {name: getattr(row, name) for name in Policy.__struct_fields__}
     return Policy(**values | {"settings": msgspec.json.decode(row.settings), "state": PolicyState(row.state)})

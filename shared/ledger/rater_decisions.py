@@ -36,8 +36,6 @@ class RaterStatus(NamedTuple):
 
 
 class RaterDecision(NamedTuple):
-    """A row of `rater_events`: what was decided about a rater."""
-
     tenant: str
     name: str
     at: float
@@ -47,8 +45,6 @@ class RaterDecision(NamedTuple):
 
 
 class Raters(LedgerPart):
-    """What is decided about raters."""
-
     def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
         self._rewards = rewards
@@ -67,16 +63,13 @@ class Raters(LedgerPart):
         ]
 
     def decisions(self) -> list[RaterDecision]:
-        """What was decided, the oldest first."""
         query = select(*(rater_events.c[name] for name in RaterDecision._fields)).order_by(rater_events.c.id)
         return [RaterDecision(*row)._replace(state=RaterState(row.state)) for row in self._read(query)]
 
     def quarantine(self, tenant: str, name: str, *, by: str, reason: str) -> None:
-        """Hear a rater no more. Raises UnknownRater."""
         self._decide(tenant, name, RaterState.QUARANTINED, by=by, reason=reason)
 
     def release(self, tenant: str, name: str, *, by: str, reason: str) -> None:
-        """Hear a rater again. Raises UnknownRater."""
         self._decide(tenant, name, RaterState.ACTIVE, by=by, reason=reason)
 
     def settle(self) -> None:
@@ -109,7 +102,6 @@ class Raters(LedgerPart):
         self.settle()
 
     def _replies_of(self, tenant: str, name: str) -> set[str]:
-        """The replies that a rater's feedback bears on."""
         columns = (feedback.c[each] for each in ("msg_id", "other_msg_id", "tenant", "task_id", "run_id"))
         with self._write() as connection:
             alone(connection, "record")  # else what is being priced with the rater's word just now would be missed

@@ -64,8 +64,6 @@ _EDITED_COMMITTED = select(func.count()).select_from(experiences).where(_COMMITT
 
 
 class VersionReward(NamedTuple):
-    """How the replies of one version were rewarded."""
-
     version: int
     replies: int
     rewarded: int
@@ -80,14 +78,11 @@ class FirstReply(NamedTuple):
 
 
 class Reports(LedgerPart):
-    """Counts, delays, balance: nothing is changed."""
-
     def __init__(self, transactions: Transactions) -> None:
         super().__init__(transactions)
         self._alarms = Alarms(transactions)
 
     def reply(self, tenant: str, msg_id: str) -> FirstReply | None:
-        """One exchange."""
         first = and_(
             experiences.c.msg_id == exchanges.c.msg_id, experiences.c.choice == 0, experiences.c.correction == 0
         )
@@ -104,7 +99,6 @@ class Reports(LedgerPart):
         return [(row.tenant, row.msg_id) for row in self._read(newest.limit(among))]
 
     def counts(self, tenant: str | None = None) -> dict[State, int]:
-        """Experiences per state: a tenant's, or all."""
         query = select(_counted.state, func.sum(_counted.rows)).group_by(_counted.state)
         if tenant is not None:
             query = query.where(_counted.tenant == tenant)
@@ -148,7 +142,6 @@ class Reports(LedgerPart):
         return self._read(_NEWEST_COMMIT.where(_of(tenant)))[0][0]  # type: ignore[no-any-return]
 
     def claimable(self, rules: BatchRules, tenant: str) -> int:
-        """How many of a tenant's committed rows may go into the next batch."""
         _, fit, grouped, _ = self._count_committed(rules, tenant)
         return fit if rules.group_by == "none" else grouped
 

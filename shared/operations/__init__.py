@@ -1,1 +1,0 @@
-"""What an operator asks: reports, diagnosis, retention."""

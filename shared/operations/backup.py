@@ -196,7 +196,6 @@ def _missing(version: int) -> str:
 
 
 def _model_sizes(folder: Path) -> dict[str, int]:
-    """What tells a base model from another: the sizes in bytes of its configuration and weights."""
     files = [path for path in folder.glob("*") if path.suffix == ".safetensors" or path.name == "config.json"]
     return {path.name: path.stat().st_size for path in sorted(files)}
 
@@ -248,11 +247,7 @@ def restore(
     next_version: int | None = None,
     clock: Callable[[], float] | None = None,
 ) -> RestoreResult:
-    """Put a backup back where the settings say, where nothing is yet but an outbox, whose records the database gets.
-
-    The next version gets the number `next_version`, or one that no version published since the backup can have had.
-    Raises FileRefused or EnvironmentRefused. Interrupted, it is given again: until it has ended no service starts.
-    """
+    """Put a backup back where the settings say, where nothing is yet but an outbox, whose records the database gets."""
     manifest, job = check_backup(settings, root), settings.job_dir
     require_stopped(settings, clock)
     schema, interrupted = settings.buffer.trainer_input.experience_buffer.name, restoring_in(job)

@@ -127,7 +127,6 @@ class Reason(NamedTuple):
 
 
 def find_stops(facts: ExplorerFacts) -> tuple[Standstill, ...]:
-    """The parts of a running explorer that stand still."""
     found = []
     if facts.control_s >= CONTROL_S:
         told = f"the control process has said nothing for {facts.control_s:.0f} s: it stands still. Workers answer, and"
@@ -214,7 +213,6 @@ def diagnose(facts: Facts) -> list[Reason]:
 
 
 def equation(ledger: LedgerFacts) -> list[str]:
-    """The two sums that must balance, as lines."""
     counts = {state: ledger.count(state).rows for state in State}
     terms = " + ".join(f"{count} {state.value}" for state, count in counts.items())
     trained = f"{counts[State.TRAINED]} trained + {ledger.purged} purged"
@@ -224,7 +222,6 @@ def equation(ledger: LedgerFacts) -> list[str]:
 
 
 def ago(now: float, then: float) -> str:
-    """How long ago that was, for people."""
     seconds = max(0.0, now - then)
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
@@ -233,7 +230,6 @@ def ago(now: float, then: float) -> str:
 
 
 def moment(then: float) -> str:
-    """The time of day and date, in UTC."""
     return f"{datetime.fromtimestamp(then, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
@@ -270,7 +266,6 @@ def _of_the_trainer(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
 
 
 def _busy(facts: Facts, ledger: LedgerFacts) -> bool:
-    """Whether a living trainer holds a whole batch."""
     return _up(facts, ledger) and ledger.count(State.LEASED).rows >= facts.rules.least
 
 
@@ -391,7 +386,6 @@ def when_committed(group_by: str, at: float | None, what: str = "it") -> str:
 
 
 def number(count: int, noun: str) -> str:
-    """The number with its noun."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

@@ -203,13 +203,11 @@ def _space(ledger: Ledger, settings: Settings) -> DiskSpace | None:
 
 
 def as_text(report: DoctorReport, settings: Settings) -> Iterator[str]:
-    """The report for people, line by line."""
     for title, lines in as_sections(report, settings).items():
         yield from (f"{title if number == 0 else '':<10} {line}" for number, line in enumerate(lines))
 
 
 def as_sections(report: DoctorReport, settings: Settings) -> dict[str, list[str]]:
-    """The report for people: its lines by what they are about."""
     facts = report.facts
     sections: dict[str, list[str]] = {}
     if facts.ledger is None:

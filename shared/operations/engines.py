@@ -42,7 +42,6 @@ class EngineSummary(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """It for people."""
         proof = f"its weights proven by {self.proof}" if self.proof else "its weights not proven yet"
         plugin = {None: "", False: ", without our vLLM plugin", True: ", with our vLLM plugin"}[self.packs]
         return f"engine {self.engine} {self.state}, version {self.version}, {proof}{plugin}"

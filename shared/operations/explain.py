@@ -88,14 +88,12 @@ class Explanation(NamedTuple):
 
     @property
     def lines(self) -> Iterator[str]:
-        """The explanation for people."""
         yield from self.sentences
         for reply in self.replies:
             name = f"choice {reply.choice}" + (f", correction {reply.correction}" if reply.correction else "")
             yield from (f"{name}: {sentence}" for sentence in reply.sentences)
 
     def as_json(self) -> dict[str, Any]:
-        """The explanation for programs."""
         replies = [
             {
                 **reply._asdict(),

@@ -116,12 +116,10 @@ def create_job(settings: Settings, ledger: Ledger, body: Mapping[str, Any], *, t
 
 
 def list_jobs(ledger: Ledger, tenant: str | None = None, *, limit: int = 50) -> list[JobRow]:
-    """The newest jobs of a tenant, or of all, a line each."""
     return [report_job(ledger, job) for job in islice(ledger.jobs.page(tenant), limit)]
 
 
 def report_job(ledger: Ledger, job: Job) -> JobRow:
-    """A job, in a line."""
     told = [each.data or {} for each in ledger.jobs.progress(job.id)]
     losses = (data.get(name) for data in told for name in ("train_loss", "train_mean_reward") if name in data)
     return JobRow(
@@ -140,13 +138,11 @@ def report_job(ledger: Ledger, job: Job) -> JobRow:
 
 
 def _require(value: object, kind: type, field: str, wanted: str) -> None:
-    """Raise RequestRefused for a value that is there and of another type."""
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
         raise RequestRefused(f"{field} must be {wanted}", code="invalid_type", param=field)
 
 
 def _method_of(body: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The method, and the hyperparameters that are asked for. Raises RequestRefused."""
     method = body.get("method")
     _require(method, dict, "method", "an object")
     kind = "supervised" if method is None else method.get("type")

@@ -51,12 +51,10 @@ class PolicyDraft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def list_policies(ledger: Ledger, tenant: str | None = None) -> list[PolicyRow]:
-    """Those that a tenant's keys may use, or all, the oldest first."""
     return report_policies(ledger, ledger.policies.all(tenant))
 
 
 def report_policies(ledger: Ledger, policies: Iterable[Policy]) -> list[PolicyRow]:
-    """These policies, a line each."""
     lines: dict[int, list[Version]] = defaultdict(list)
     for version in ledger.versions.all():
         lines[version.policy].append(version)

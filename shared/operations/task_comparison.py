@@ -79,12 +79,10 @@ class TaskComparison(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether every task was asked."""
         return len(self.answered) == self.tasks
 
     @property
     def failures(self) -> list[str]:
-        """Why tasks are left out of the scores."""
         return [
             f"line {each.task.line}: {version.name}: {answer.failure}"
             for each in self.answered
@@ -109,7 +107,6 @@ class TaskComparison(NamedTuple):
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """It for programs."""
         scores = [
             {
                 **{"version": each.version.version, "name": each.version.name, "slice": each.slice or None},
@@ -177,7 +174,6 @@ def compare_answers(
 
 
 def _reply(client: httpx.Client, task: Task, version: AskedVersion, most_tokens: int) -> tuple[str, str]:
-    """The reply, or why there is none. It is neither stored nor trained on."""
     raw = isinstance(task.question, str)
     question = {"prompt": task.question} if raw else {"messages": task.question}
     aside = {"store": False, "metadata": {"tuneloop_train": "false"}}
@@ -240,7 +236,6 @@ def _turn(turn: Mapping[str, Any]) -> str:
 
 
 def lines_of(comparison: TaskComparison) -> Iterator[str]:
-    """The comparison for people."""
     if not comparison.complete:
         yield f"interrupted: {len(comparison.answered)} of {comparison.tasks} tasks were asked; this is a part"
     first = comparison.versions[0].name

@@ -31,7 +31,6 @@ class DecisionResult(NamedTuple):
 
 
 def promote(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
-    """Make it the champion. Raises VersionRefused."""
     line, found = _line_of(ledger, version)
     expected = _expected_champion(line, request)
     _verify(ledger, found, expected)
@@ -59,10 +58,7 @@ def roll_back(ledger: Ledger, version: int | None, request: DecisionRequest) -> 
 
 
 def reject(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
-    """Say that a candidate, or a version that has retired, must never be served.
-
-    Raises VersionRefused, for any other version too.
-    """
+    """Say that a candidate, or a version that has retired, must never be served."""
     line, found = _line_of(ledger, version)
     if not request.reason:
         raise VersionRefused("give a reason: a version that is rejected is never served")
@@ -77,7 +73,6 @@ def reject(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionRe
 
 
 def pin(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
-    """Serve this version and no other. Raises VersionRefused."""
     line, found = _line_of(ledger, version)
     expected = _expected_champion(line, request)
     _verify(ledger, found, expected)

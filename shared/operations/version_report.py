@@ -71,13 +71,11 @@ class VersionReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_versions(ledger: Ledger) -> list[VersionRow]:
-    """All versions, the newest first."""
     rewards = {each.version: each for each in ledger.reports.rewards()}
     return [_row(each, rewards.get(each.version)) for each in reversed(ledger.versions.all())]
 
 
 def require_version(ledger: Ledger, version: int) -> Version:
-    """That version. Raises VersionRefused if there is none."""
     existing = ledger.versions.get(version)
     if existing is None:
         raise VersionRefused(f"there is no version {version}")
@@ -85,7 +83,6 @@ def require_version(ledger: Ledger, version: int) -> Version:
 
 
 def report_version(ledger: Ledger, number: int) -> VersionReport:
-    """Everything about a version. Raises VersionRefused if there is none of that number."""
     version = require_version(ledger, number)
     rewards = next((each for each in ledger.reports.rewards() if each.version == number), None)
     parent = None
@@ -104,7 +101,6 @@ def report_version(ledger: Ledger, number: int) -> VersionReport:
 
 
 def list_events(ledger: Ledger, version: int | None = None, *, last: int | None = None) -> list[EventRow]:
-    """What happened to the versions, or to one, oldest first; only the `last` so many."""
     return [EventRow(**each._asdict()) for each in ledger.versions.events(version, last=last)]
 
 
@@ -126,7 +122,6 @@ def _row(version: Version, rewards: VersionReward | None) -> VersionRow:
 
 
 def score_row(evaluation: Evaluation) -> ScoreRow:
-    """A row of `evaluations` without its version."""
     fields = evaluation._asdict()
     del fields["version"]
     return ScoreRow(**fields)

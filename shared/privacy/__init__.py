@@ -1,1 +1,0 @@
-"""What is replaced before anything is written: personal data and secrets."""

@@ -313,7 +313,6 @@ class Detector:
         self._timed_out = timed_out
 
     def __bool__(self) -> bool:
-        """Whether there is anything to look for."""
         return bool(self._finders or self.slow)
 
     def spans(self, text: str) -> list[Span]:
@@ -367,7 +366,6 @@ class Detector:
 
 
 def _is_short(text: str) -> bool:
-    """Whether it is searched together with others."""
     return len(text) <= _SHORT and PRIVATE_KEY_BEGINS not in text
 
 

@@ -93,7 +93,6 @@ class Redactor:
         return bool(self._detector)
 
     def records(self, records: Sequence[Record]) -> list[Record]:
-        """The records as they may be written."""
         # What is changed of an event, by all that it says: thousands may say the same.
         known: dict[object, tuple[dict[str, str | None], Sequence[str]]] = {}
         found: list[Record] = []
@@ -172,7 +171,6 @@ class Redactor:
         return name.removesuffix(person) + pseudonym(person, self._key)
 
     def pairs(self, pairs: Mapping[str, str]) -> dict[str, str]:
-        """Metadata as it may be written."""
         work = _Work(self._detector)
         work.look(pairs)
         cleaned: dict[str, str] = work.clean(dict(pairs))
@@ -228,7 +226,6 @@ class Redactor:
 
 
 def pseudonym(name: str, key: bytes) -> str:
-    """A name's digest under the experiment's key."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), key=key, digest_size=_DIGEST_BYTES)
     return PSEUDONYM + digest.hexdigest()
 
@@ -277,11 +274,9 @@ class _Work:
         return apart([*spans, *elsewhere])
 
     def changes(self, value: Any) -> bool:
-        """Whether anything in a value is to be replaced."""
         return any(self.spans(text) for text in self._texts(value))
 
     def clean(self, value: Any) -> Any:
-        """A text or a JSON value without it."""
         if isinstance(value, str):
             return self._clean_text(value)
         if isinstance(value, list):

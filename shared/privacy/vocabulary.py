@@ -28,8 +28,6 @@ _BYTES |= {chr(256 + at): each for at, each in enumerate(each for each in range(
 
 
 class Vocabulary:
-    """The bytes of the tokens of one model."""
-
     def __init__(self, pieces: Sequence[bytes | None]) -> None:
         self._pieces = pieces
         self._whole = None not in pieces
@@ -48,7 +46,6 @@ class Vocabulary:
             return None
 
     def spell(self, ids: Int32s) -> list[bytes] | None:
-        """The bytes of each id; None if one is unknown."""
         piece_of = self._pieces.__getitem__
         try:
             if ids.min(initial=0) >= 0:

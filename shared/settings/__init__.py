@@ -1,1 +1,0 @@
-"""The settings: what may be in them, where they come from, and what is wrong with them."""

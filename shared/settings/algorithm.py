@@ -129,7 +129,6 @@ class OverlongSettings(Section):
     penalty: ClassVar[float] = 1.0
 
     def contradictions(self, limit: int | None) -> Iterator[str]:
-        """What does not fit the most tokens that a reply may have, a sentence each."""
         if self.buffer and limit is None:
             yield (
                 "algorithm.overlong.buffer: the punishment begins so many tokens before the limit of a reply; write"
@@ -320,7 +319,6 @@ class AlgorithmSettings(Section):
         return self.algorithm_type == "multi_step_grpo" or self.credit != "call"
 
     def contradictions(self) -> Iterator[str]:
-        """What in here does not fit together, a sentence each."""
         teacher = self.distill
         if self.algorithm_type == "distill" and (teacher.teacher_path is None) == (teacher.teacher_url is None):
             yield (

@@ -34,7 +34,6 @@ def parse_url(url: str) -> URL:
 
 
 def without_password(url: str) -> str:
-    """The URL without its passwords."""
     return parse_url(url).difference_update_query(["password", "sslpassword"]).render_as_string()
 
 

@@ -84,7 +84,6 @@ class JudgeSettings(Section):
 
     @property
     def source(self) -> str:
-        """Who its feedback is from."""
         return f"judge:{self.model}"
 
     @property
@@ -93,7 +92,6 @@ class JudgeSettings(Section):
         return self.source if self.url else None
 
     def contradictions(self) -> Iterator[str]:
-        """What does not fit together."""
         if self.url and not self.model:
             yield "judge.model: needed with judge.url: the name of the model there"
         if self.model and len(self.source) > 256:
@@ -176,7 +174,6 @@ class FeedbackSettings(Section):
     max_rater_share: ClassVar[float] = 0.1
 
     def all_trusted(self, judge: JudgeSettings) -> TrustedRaters:
-        """The raters that are no voters, the judge among them."""
         return TrustedRaters(frozenset(map(_trusted_rater, self.trusted_raters)), judge.own_source)
 
 
@@ -248,6 +245,5 @@ class PrivacySettings(Section):
     presidio_language: ClassVar[str] = "en"
 
     def contradictions(self) -> Iterator[str]:
-        """What does not fit together."""
         for name in sorted(self.patterns.keys() & set(self.redact)):
             yield f"privacy.patterns: {name} is the name of a kind in privacy.redact; give the pattern another one"

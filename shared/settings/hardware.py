@@ -22,7 +22,6 @@ _MOST_WORKERS = 2
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that this machine has."""
     return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
@@ -110,7 +109,6 @@ def fit_to_machine(settings: Settings, *, gpus_here: int) -> Settings:
 
 
 def trainer_on_gpu(settings: Settings) -> bool:
-    """Whether the trainer's models are on a GPU."""
     return settings.trainer.device == "cuda" or (
         settings.trainer.device == "auto" and settings.cluster.gpu_per_node > 0
     )
@@ -163,7 +161,6 @@ def idle_sentence(settings: Settings) -> str | None:
 
 
 def log_placement(settings: Settings) -> None:
-    """Say which GPU does what, and which idle."""
     if sentence := placement_sentence(settings):
         log.info("gpus", sentence=sentence)
     if idle := idle_sentence(settings):

@@ -145,7 +145,6 @@ class _Reading:
         self.problems: list[tuple[_Place, str]] = []
 
     def lines(self) -> list[str]:
-        """The problems in the order in which they stand in the file."""
         return [f"{place[2]}: {what}" for place, what in sorted(self.problems, key=lambda each: each[0])]
 
     def report(self, keys: Keys, what: str) -> None:

@@ -131,13 +131,11 @@ class Settings(Section):
 
     @property
     def database_url(self) -> str:
-        """The database that holds the ledger."""
         buffer = self.buffer.trainer_input.experience_buffer
         return reveal(buffer.path) or f"sqlite:///{self.job_dir / 'buffer' / buffer.name}.db"
 
     @property
     def outbox_dir(self) -> Path:
-        """The folder of the explorer's outbox."""
         return self.explorer.outbox_dir or self.job_dir / "outbox"
 
     @property
@@ -148,7 +146,6 @@ class Settings(Section):
 
     @property
     def tensorboard_dir(self) -> Path:
-        """The folder that `tensorboard --logdir` wants."""
         return self.job_dir / "monitor" / "tensorboard"
 
     @property
@@ -160,12 +157,10 @@ class Settings(Section):
 
     @property
     def served_model_name(self) -> str:
-        """What clients send as `model`."""
         return self.model.served_model_name or str(self.model.model_path)
 
 
 def _contradictions(settings: Settings) -> Iterator[str]:
-    """What makes no sense together."""
     serves, trains = settings.mode != "train", settings.mode != "serve"
     explorer, cluster, algorithm = settings.explorer, settings.cluster, settings.algorithm
     yield from _contradictions_of_hardware(settings)
@@ -194,7 +189,6 @@ def _contradictions(settings: Settings) -> Iterator[str]:
 
 
 def _contradictions_of_hardware(settings: Settings) -> Iterator[str]:
-    """What does not fit the machines, or the models."""
     rollout, cluster, trainer, mode = (
         settings.explorer.rollout_model,
         settings.cluster,
@@ -271,7 +265,6 @@ def _contradictions_of_hardware(settings: Settings) -> Iterator[str]:
 
 
 def _contradictions_of_training(settings: Settings) -> Iterator[str]:
-    """What the method does not learn from, or not so."""
     kind, group_by, trains = settings.algorithm.algorithm_type, settings.buffer.group_by, settings.mode != "serve"
     if settings.buffer.order == "priority" and group_by != "none":
         yield (
@@ -317,7 +310,6 @@ def _gpus_beside_engines(settings: Settings) -> int:
 
 
 def options(section: type[Section] = Settings, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every option by its dotted name."""
     for name, field in section.model_fields.items():
         inner = inner_section(field)
         if inner:

@@ -105,7 +105,6 @@ Secret = Annotated[SecretStr, AfterValidator(_one_line), PlainSerializer(_mask, 
 
 
 def reveal(secret: SecretStr | None) -> str | None:
-    """The text of a secret, to send it where it belongs."""
     return None if secret is None else secret.get_secret_value()
 
 

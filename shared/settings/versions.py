@@ -141,7 +141,6 @@ class MonitorSettings(Section):
     drift: DriftSettings = DriftSettings()
 
     def contradictions(self) -> Iterator[str]:
-        """What in here does not fit together, a sentence each."""
         if (self.evaluation.judge == "function") != (self.evaluation.function is not None):
             yield (
                 "monitor.evaluation.function: goes with monitor.evaluation.judge: function; write both, the one as"
@@ -235,7 +234,6 @@ class RolloutSettings(Section):
         return self.share if self.share is not None else SHARES.get(self.mode, 1.0)
 
     def contradictions(self) -> Iterator[str]:
-        """What in here does not fit together, a sentence each."""
         if self.share is not None and not self.tries:
             yield f"rollout.share: means nothing with rollout.mode: {self.mode}; leave it away, or write canary or ab"
         if self.share == 1.0 and self.mode in {"canary", "ab"}:

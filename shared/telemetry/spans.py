@@ -23,7 +23,6 @@ class SpanId(NamedTuple):
 
     @property
     def traceparent(self) -> str:
-        """W3C's header for what is done within it."""
         return f"00-{self.trace:032x}-{self.span:016x}-01"
 
 

@@ -19,15 +19,11 @@ log = structlog.get_logger()
 
 
 class CurveWriter(Protocol):
-    """Where a service's curves go."""
-
     def add(self, step: int, values: Mapping[str, float]) -> bool:
         """Write the values as points at `step`; whether they were. Never raises."""
         ...
 
-    def close(self) -> None:
-        """No more points: later ones are dropped."""
-        ...
+    def close(self) -> None: ...
 
 
 class TrackedCurves:
@@ -43,7 +39,6 @@ class TrackedCurves:
         return self._curves.add(step, values)
 
     def close(self) -> None:
-        """No more points."""
         self._try(self._end)
         self._curves.close()
 

@@ -82,10 +82,7 @@ class TokenView(NamedTuple):
 
 
 class ExchangeViews(LedgerPart):
-    """Exchanges, one by one."""
-
     def get(self, tenant: str, msg_id: str) -> ExchangeView | None:
-        """One exchange; None if there is none."""
         names = ("msg_id", "endpoint", "user_id", "received_at", "latency_s", "engine", "request")
         changed = changed_metadata.c.msg_id == exchanges.c.msg_id
         query = select(*(exchanges.c[name] for name in names), changed_metadata.c.metadata)
@@ -110,7 +107,6 @@ class ExchangeViews(LedgerPart):
         return exchange._replace(request=codec.unpack_text(exchange.request))
 
     def tokens(self, tenant: str, msg_id: str, choice: int) -> TokenView | None:
-        """The tokens of one choice; None if there is none."""
         which = and_(experiences.c.msg_id == msg_id, experiences.c.choice == choice, experiences.c.correction == 0)
         query = select(experiences.c.blob, experiences.c.text).where(which, experiences.c.tenant == tenant)
         rows = self._read(query)

@@ -65,8 +65,6 @@ class RowHistory(NamedTuple):
 
 
 class ReplyHistory(NamedTuple):
-    """An exchange and its rows."""
-
     msg_id: str
     endpoint: str
     received_at: float
@@ -82,14 +80,11 @@ class MissingReply(NamedTuple):
 
 
 class ReplyHistories(LedgerPart):
-    """The histories of replies, one by one."""
-
     def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
         self._rewards = rewards
 
     def get(self, msg_id: str, tenant: str | None = None) -> ReplyHistory | None:
-        """The history of a reply, of any tenant or of this one; None if there is no such reply."""
         of_tenant = true() if tenant is None else exchanges.c.tenant == tenant
         columns = (exchanges.c[name] for name in ("msg_id", "endpoint", "received_at", "engine"))
         row_columns = (*(experiences.c[name] for name in _ROW), experiences.c.grammar.is_not(None))
@@ -120,7 +115,6 @@ class ReplyHistories(LedgerPart):
         return ReplyHistory(*(*found, histories))
 
     def missing(self, msg_id: str, tenant: str | None = None) -> MissingReply:
-        """What is known of a reply that is not there."""
         deleted, waiting = select(deletions.c.deleted_at), select(func.count()).select_from(feedback)
         if tenant is not None:
             deleted, waiting = deleted.where(deletions.c.tenant == tenant), waiting.where(feedback.c.tenant == tenant)

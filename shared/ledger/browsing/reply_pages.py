@@ -22,13 +22,8 @@ _PORTION = 250
 
 
 class ReplyTexts(LedgerPart):
-    """What reads the texts of many replies."""
-
     def _split(self, keys: Sequence[Any]) -> Iterator[list[Any]]:
-        """The keys of replies, which have ids, in portions that may be read at once.
-
-        It ends before the last key if that many bytes were read; a portion has one reply at least.
-        """
+        """The keys of replies, which have ids, in portions that may be read at once."""
         total = 0
         for begin in range(0, len(keys), _PORTION):
             rest = list(keys[begin : begin + _PORTION])
@@ -64,8 +59,6 @@ _EXAMINED = (
 
 
 class ReplyCursor(NamedTuple):
-    """Where a page ends."""
-
     sampled_at: float
     id: int
 
@@ -117,8 +110,6 @@ class ReplyPage(NamedTuple):
 
 
 class ReplyPages(ReplyTexts):
-    """The list of replies."""
-
     def page(self, tenant: str, wanted: ReplyFilter, *, after: ReplyCursor | None, limit: int) -> ReplyPage:
         """The next replies that are `wanted`, the newest first. A reply counts once, as it was sampled.
 

@@ -20,8 +20,6 @@ AMONG_OF_VERSION, AMONG_ALL = 1_000, 2_000
 
 
 class PromptAnswer(NamedTuple):
-    """One choice of a reply."""
-
     id: int
     msg_id: str
     choice: int
@@ -33,7 +31,6 @@ class PromptAnswer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name in feedback."""
         return f"{self.msg_id}:{self.choice}"
 
 
@@ -46,8 +43,6 @@ class AnswerPair(NamedTuple):
 
 
 class SamePrompts(ReplyTexts):
-    """Questions about replies to the same prompts."""
-
     def side_by_side(self, tenant: str, a: int, b: int, *, limit: int) -> list[AnswerPair]:
         """Answers of version a and of version b to the same prompts, the newest of each; fewer if those are long."""
         ours: dict[bytes, int] = {}
@@ -133,7 +128,6 @@ class _Prompt(msgspec.Struct):
 
 
 def digest_of_prompt(request: bytes) -> bytes:
-    """The same for requests that ask the same."""
     try:
         prompt = msgspec.json.encode(msgspec.json.decode(request, type=_Prompt), order="deterministic")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):  # an imported row may hold anything

@@ -1,1 +1,0 @@
-"""What the spool brings: exchanges, experiences, feedback, and how feedback becomes a reward."""

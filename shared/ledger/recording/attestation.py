@@ -49,8 +49,6 @@ class Distrusted(NamedTuple):
 
 
 class Attestations(LedgerPart):
-    """What is known of engines that were not what they should have been."""
-
     def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
         self._rewards = rewards

@@ -111,8 +111,6 @@ def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tu
 
 
 class FeedbackQuota:
-    """How many events each reply or run has, and from whom."""
-
     def __init__(self, read: Read) -> None:
         self._read = read
         self._choices: dict[object, int] = {}
@@ -120,13 +118,11 @@ class FeedbackQuota:
         self._by_voice: Counter[object] = Counter()
 
     def take(self, event: Any) -> None:
-        """Count an event."""
         for thing in _things(event):
             self._by_subject[thing] += 1
             self._by_voice[thing, _voice(event)] += 1
 
     def allows(self, event: Any) -> bool:
-        """Whether there is room for an event."""
         for thing in _things(event):
             of_voice = self._by_voice[thing, _voice(event)]
             full = max(self._by_subject[thing] // MAX_SAID, of_voice // MAX_SAID_BY_ONE)
@@ -161,7 +157,6 @@ class EarlyFeedback:
         self._since: Counter[str] = Counter()
 
     def within_bound(self, connection: Connection, events: Sequence[Feedback]) -> list[Feedback]:
-        """The events without those for which there is no room."""
         offered = Counter(event.tenant for event in events)
         # Below the half, no key can have more than are left.
         looked_at = {
@@ -199,7 +194,6 @@ class EarlyFeedback:
 
 
 def targets_there(events: Collection[Feedback], read: Read) -> set[object]:
-    """Which of the replies and runs that these events are about there are."""
     runs = {_run_of(event) for event in events if event.msg_id is None}
     replies = {event.msg_id for event in events if event.msg_id is not None}
     run, reply = [experiences.c[name] for name in TRAJECTORY], experiences.c.msg_id
@@ -210,7 +204,6 @@ def targets_there(events: Collection[Feedback], read: Read) -> set[object]:
 
 
 def target_of(event: Any) -> object:
-    """The reply or run that an event is about."""
     return event.msg_id or _run_of(event)
 
 
@@ -297,7 +290,6 @@ def _statement_of(event: Any) -> Statement:
 
 
 def _row(event: Feedback) -> Mapping[str, object]:
-    """A row of `feedback`, as it is before it is applied."""
     row = structs.asdict(event)
     del row["stamp"]
     return row | {"outcome": Outcome.PENDING, "key": event.key or None}
@@ -306,7 +298,6 @@ def _row(event: Feedback) -> Mapping[str, object]:
 def earlier_feedback(
     events: Collection[Feedback], read: Callable[[Select[Any], Mapping[str, Any]], Iterable[Any]]
 ) -> Collection[Any]:
-    """The feedback that there is about the replies and runs that these events are about."""
     found: dict[int, Any] = {}
     replies = {event.msg_id for event in events} | {event.other_msg_id for event in events}
     for portion in portions(replies - {None}):
@@ -377,7 +368,6 @@ class FeedbackResults(Struct, frozen=True):
     of_calls: dict[str, dict[str, Outcome]] = {}
 
     def of(self, events: Sequence[Feedback]) -> "FeedbackResults":
-        """What these results say of some events."""
         found, replies = FeedbackResults(), {event.msg_id for event in events}
         for event in events:
             if (id_ := event.event_id) in self.outcomes:
@@ -395,7 +385,6 @@ _Rows = defaultdict[object, list[tuple[RewardRow, RowEvents]]]
 
 
 def rated_runs(events: Sequence[Feedback]) -> list[Feedback]:
-    """The events about runs whose replies are told."""
     of_runs = (each for each in events if each.msg_id is None and each.kind in RATINGS)
     return list(islice(of_runs, _MOST_OF_RUNS))
 

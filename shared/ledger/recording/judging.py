@@ -37,8 +37,6 @@ class JudgedExchange(NamedTuple):
 
 
 class Judging(LedgerPart):
-    """Replies in the order of their ids."""
-
     def first_sampled_since(self, since: float) -> int:
         """The id of the first reply sampled since then that waits for feedback, a commit or the trainer.
 
@@ -59,7 +57,6 @@ class Judging(LedgerPart):
         return [ReplyState(*row) for row in self._read(query)]
 
     def existing_events(self, event_ids: Collection[str]) -> set[str]:
-        """Those of the feedback events that are in the database."""
         query = select(feedback.c.event_id)
         return {
             row.event_id

@@ -134,8 +134,6 @@ _RATED, _PREFERRED_TO = (
 
 
 class RecomputeResult(NamedTuple):
-    """How many replies a recomputation read, and how many rewards it changed."""
-
     replies: int
     changed: int
 
@@ -316,7 +314,6 @@ class Recording(LedgerPart):
         return list({tuple(row)[:-1]: row for row in rows}.values())
 
     def refused_records(self) -> list[RefusedRecord]:
-        """What was refused, the oldest first."""
         columns = (refused_records.c[name] for name in ("file", "end_offset", "number", "reason"))
         query = select(*columns, func.length(refused_records.c.payload), refused_records.c.refused_at)
         order = (refused_records.c[name] for name in ("refused_at", "file", "end_offset"))
@@ -344,14 +341,12 @@ class Recording(LedgerPart):
         return {row.file: row.number for row in found}
 
     def note_removed(self, files: Collection[str]) -> None:
-        """Note that these files are gone, as all of them was taken."""
         gone = update(outbox_files).where(is_among(outbox_files.c.file, "files")).values(removed_at=self._clock())
         with self._write() as connection:
             for portion in portions(files):
                 connection.execute(gone, {"files": portion})
 
     def commit(self, tenant: str, **limits: Unpack[CommitLimits]) -> int:
-        """Release the tenant's rewarded experiences to the trainer and return how many."""
         with self._write() as connection:
             now = self._clock()
             given = {f"its_{name}": value for name, value in limits.items() if value is not None}
@@ -557,7 +552,6 @@ def _at(file: str, end_offset: int) -> ColumnElement[bool]:
 
 
 def _limited_to(given: frozenset[str]) -> ColumnElement[bool]:
-    """A tenant's rows, as far as the parameters that are given say."""
     limits = {
         "its_task_id": experiences.c.task_id == bindparam("its_task_id"),
         "its_run_id": experiences.c.run_id == bindparam("its_run_id"),
@@ -574,7 +568,6 @@ def _committing(given: frozenset[str]) -> Update:
 
 
 def _replies(connection: Connection, events: Sequence[Any]) -> Iterator[str]:
-    """The replies that the events bear on."""
     trajectories: set[Trajectory] = set()
     for event in events:
         if event.msg_id is not None:
@@ -589,6 +582,5 @@ def _replies(connection: Connection, events: Sequence[Any]) -> Iterator[str]:
 
 
 def new_rater(tenant: str, name: str, now: float) -> dict[str, Any]:
-    """A row of `raters` of somebody of whom nothing was decided."""
     undecided = {"state": RaterState.ACTIVE, "settled": True, "reason": None}
     return undecided | {"tenant": tenant, "name": name, "updated_at": now}

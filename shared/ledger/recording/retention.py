@@ -137,7 +137,6 @@ def deleted_among(msg_ids: Collection[str], read: Callable[[Select[Any]], Iterab
 
 
 def erased_among(connection: Connection, people: Collection[Person]) -> dict[Person, float]:
-    """When those of the people were erased who were."""
     found: dict[Person, float] = {}
     for portion in portions(people, of=2):
         for row in connection.execute(_ERASED, {"people": portion}):
@@ -146,7 +145,6 @@ def erased_among(connection: Connection, people: Collection[Person]) -> dict[Per
 
 
 def forget_feedback(connection: Connection, msg_ids: Collection[str]) -> None:
-    """Delete the feedback about these replies."""
     for portion in portions(msg_ids):
         about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
         connection.execute(delete(feedback).where(about))
@@ -164,7 +162,6 @@ def stored_name(name: str) -> str:
 
 
 def names_in(record: Record) -> set[str]:
-    """The replies that a record names."""
     if isinstance(record, Exchange):
         return {record.msg_id}
     return {msg_id for msg_id in (record.msg_id, record.other_msg_id) if msg_id is not None}
@@ -210,8 +207,6 @@ NOTHING_ERASED = ErasureResult(frozenset(), 0, 0, {}, frozenset())
 
 
 class Export(NamedTuple):
-    """A file that rows were exported to."""
-
     path: str
     rows: int
 
@@ -229,8 +224,6 @@ def bounds_of_tenants(settings: Settings) -> dict[str, dict[State, float]]:
 
 
 class Retention(LedgerPart):
-    """Experiences past their bounds, and persons, are deleted."""
-
     def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
         self._rewards = rewards
@@ -361,15 +354,12 @@ class Retention(LedgerPart):
         return ErasureResult(frozenset(msg_ids), len(rows), events, dict(sorted(trained.items())), labels)
 
     def erasures(self) -> dict[Person, float]:
-        """When each person was erased who was."""
         return {(row.tenant, row.user_id): row.erased_at for row in self._read(select(erasures))}
 
     def exported_files(self) -> list[Export]:
-        """The files that rows were exported to."""
         return [Export(row.path, row.rows) for row in self._read(select(exports).order_by(exports.c.id))]
 
     def exported_rows(self, path: str, rows: int) -> None:
-        """Store how many rows an exported file still has."""
         with self._write() as connection:
             connection.execute(update(exports).where(exports.c.path == path).values(rows=rows))
 
@@ -422,7 +412,6 @@ class Retention(LedgerPart):
 
 
 def _of_tenants(table: Table, tenant: str | None, but: Collection[str]) -> ColumnElement[bool]:
-    """A tenant's rows, or everybody's but those of some tenants."""
     if tenant is not None:
         return table.c.tenant == tenant
     return table.c.tenant.not_in(but) if but else true()
@@ -532,7 +521,6 @@ def _delete(connection: Connection, rows: Sequence[Any]) -> None:
 
 
 def delete_by(connection: Connection, table: Table, column: ColumnElement[Any], values: Collection[Any]) -> None:
-    """Delete the exchanges, or the feedback, that have one of the values in a column."""
     for portion in portions(values):
         connection.execute(delete(table).where(column.in_(portion)))
 

@@ -129,12 +129,10 @@ def rule_of(text: str) -> RewardRule:
 
 
 def rewarding(kind: str) -> bool:
-    """Whether feedback of this kind can change what a reply is trained with."""
     return kind in _REWARDING
 
 
 def in_window(rule: RewardRule, *, sampled_at: float, received_at: float) -> bool:
-    """Whether feedback received then still counts for a reply sampled then."""
     return rule.attribution_window is None or received_at <= sampled_at + rule.attribution_window
 
 
@@ -167,7 +165,6 @@ def reward_of(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -
 
 
 def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> list[tuple[Event, float]]:
-    """The events that make the reward of a reply, each with its value."""
     latest: dict[tuple[str, str | None, bool], Event] = {}
     for event in _in_time(rule, events, sampled_at):
         if event.kind is not Kind.DEMONSTRATION:
@@ -189,7 +186,6 @@ def counting_events(rule: RewardRule, events: Iterable[Event], *, sampled_at: fl
 
 
 def fates(rule: RewardRule, events: Iterable[Event], *, sampled_at: float) -> dict[int, EventFate]:
-    """What becomes of each of the events about a reply, by their ids."""
     said = list(events)
     values = {event.id: value for event, value in counting_events(rule, said, sampled_at=sampled_at)}
     own = {event.metric for event in said if event.id in values and not event.of_run}
@@ -338,7 +334,6 @@ _QUARANTINED = select(raters.c.tenant, raters.c.name).where(
 
 
 def without_quarantined(connection: Connection, events: Collection[Any]) -> list[Any]:
-    """The events but those of raters in quarantine."""
     names = {name for _, name in map(rater_of, events)}
     quarantined = {tuple(row) for some in portions(names) for row in connection.execute(_QUARANTINED, {"names": some})}
     return [event for event in events if rater_of(event) not in quarantined]

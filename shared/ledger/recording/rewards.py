@@ -72,8 +72,6 @@ _ABOUT_RUNS = select(*_READ).where(feedback.c.msg_id.is_(None), is_among(_RUN, "
 
 
 class RewardRow(NamedTuple):
-    """A row of `experiences`, without its content."""
-
     id: int
     msg_id: str
     choice: int
@@ -127,14 +125,12 @@ class Plan(NamedTuple):
     read: list[tuple[list[RewardRow], "RowEvents"]]
 
     def __bool__(self) -> bool:
-        """Whether it changes anything."""
         return any(self[:-1])
 
 
 def plan(
     connection: Connection, msg_ids: Collection[str], rule: RewardRule, *, trusted: TrustedRaters, now: float
 ) -> Plan:
-    """The changes to the replies by all the feedback about them."""
     decided = Plan([], [], [], {}, [])
     for portion in portions(msg_ids):
         found, rows, events = _read(connection, portion, trusted)
@@ -259,7 +255,6 @@ def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> 
 
 
 def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> Iterator[str]:
-    """The replies that these were preferred to."""
     for portion in portions(msg_ids):
         preferred = feedback.c.other_msg_id.is_not(None)
         yield from connection.execute(
@@ -336,7 +331,6 @@ class RowEvents:
         return self._rewards[same]
 
     def about(self, row: RewardRow) -> Sequence[Event]:
-        """The events about one row, as they bear on it."""
         if (key := self._key(row)) not in self._by_key:
             targets = _targets_of(row)
             found = {event.id: event for target in targets for event in self._by_target.get(target, ())}
@@ -398,7 +392,6 @@ def _targets_of(row: RewardRow) -> tuple[object, ...]:
 
 
 def _is_about(event: Any, row: RewardRow) -> bool:
-    """Whether the event is about the row itself."""
     if event.msg_id is None:
         return (event.tenant, event.task_id, event.run_id) == _targets_of(row)[2]
     return event.msg_id == row.msg_id and event.choice in (None, row.choice)
@@ -411,7 +404,6 @@ def bears_on(event: Any, row: RewardRow) -> bool:
 
 
 def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:
-    """The retractions of feedback about these replies."""
     for portion in portions(msg_ids):
         about = feedback.c.msg_id.in_(portion)
         yield from connection.execute(select(*_READ).where(about, feedback.c.kind == Kind.RETRACTION))
@@ -472,7 +464,6 @@ def _is_closed(row: RewardRow) -> bool:
 
 
 def newest_corrections(rows: Iterable[RewardRow]) -> Collection[RewardRow]:
-    """The last row of each choice."""
     return {(row.msg_id, row.choice): row for row in sorted(rows, key=lambda row: row.correction)}.values()
 
 
@@ -491,10 +482,7 @@ def _repeats(
 
 
 class Rewards:
-    """The reward rule of a ledger, and whose words settle a metric.
-
-    `compensate_late` repeats trained rows whose reward changes afterwards.
-    """
+    """The reward rule of a ledger, and whose words settle a metric."""
 
     def __init__(
         self,
@@ -550,7 +538,6 @@ class Rewards:
         return plan(connection, msg_ids, rule or self.rule, trusted=self.trusted_raters, now=self._clock())
 
     def rule_id(self, connection: Connection) -> int:
-        """The id of the rule in the ledger, which is put there if need be."""
         return id_of_rule(connection, definition(self.rule), now=self._clock())
 
     def release(self, connection: Connection, which: Any) -> None:

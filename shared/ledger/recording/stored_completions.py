@@ -52,8 +52,6 @@ _DIGEST_BYTES = 16
 
 
 class StoredRequest(msgspec.Struct, frozen=True):
-    """The fields of the request that the object repeats."""
-
     model: Any = None
     metadata: Any = None
     user: Raw = _NULL
@@ -73,8 +71,6 @@ StoredCompletion = dict[str, Any]
 
 
 class StoredChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice as the ledger holds it."""
-
     choice: int
     text: str
     tool_calls: bytes | None
@@ -178,7 +174,6 @@ def metadata_as_text(metadata: object) -> dict[str, str]:
 
 
 def as_json(pairs: Mapping[str, str]) -> str:
-    """Metadata as it is kept."""
     return msgspec.json.encode(pairs).decode()
 
 
@@ -196,12 +191,10 @@ def tags_of(tenant: str, request: bytes, metadata: Mapping[str, str] | None = No
 
 @lru_cache
 def tag_of_model(tenant: str, model: str) -> bytes:
-    """By which the completions of a model are found."""
     return _digest(tenant, "model", model)
 
 
 def tag_of_pair(tenant: str, key: str, value: str) -> bytes:
-    """By which the completions with this in their metadata are found."""
     return _digest(tenant, "metadata", key, value)
 
 
@@ -224,17 +217,12 @@ ENDPOINT_IN_SQL: ColumnElement[str] = literal_column(f"'{ENDPOINT}'")
 
 
 class PageCursor(NamedTuple):
-    """The position of a completion in the list."""
-
     received_at: float
     msg_id: str
 
 
 def tag(connection: Connection, exchanges: Sequence[Exchange]) -> None:
-    """Let exchanges be found that were not stored before.
-
-    What is stored already has its tags, perhaps of other metadata.
-    """
+    """Let exchanges be found that were not stored before."""
     rows = [
         _tag_row(tag, each.received_at, each.msg_id)
         for each in exchanges
@@ -267,15 +255,11 @@ class CompletionPage(NamedTuple):
 
 
 class Deletion(StrEnum):
-    """What became of a deletion."""
-
     DONE = "done"
     LEASED = "leased"  # the trainer is learning from it: nothing was changed
 
 
 class StoredCompletions(LedgerPart):
-    """Exchanges of the chat endpoint, as OpenAI's clients see them."""
-
     def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
         self._rewards = rewards
@@ -325,10 +309,7 @@ class StoredCompletions(LedgerPart):
         return list(dict.fromkeys(msg_id for (msg_id,) in self._read(newest)))
 
     def change_metadata(self, tenant: str, msg_id: str, *, pairs: Mapping[str, str]) -> bool:
-        """Put `pairs` in the place of a completion's metadata; False if there is no such completion.
-
-        The labels of its experiences stay: those by which training groups are as they were when it was sampled.
-        """
+        """Put `pairs` in the place of a completion's metadata; False if there is no such completion."""
         with self._write() as connection:
             alone(connection, "record")
             row = connection.execute(_exchange(tenant, msg_id)).one_or_none()
@@ -433,14 +414,12 @@ def first_of_size(keys: list[_Key], sizes: Sequence[int]) -> list[_Key]:
 
 
 def select_page(tenant: str, after: PageCursor | None, order: Order, limit: int) -> Select[Any]:
-    """The names of a tenant's next completions."""
     query = select(exchanges.c.received_at, exchanges.c.msg_id)
     query = query.where(exchanges.c.tenant == tenant, exchanges.c.endpoint == ENDPOINT_IN_SQL)
     return _next(query, exchanges, after, order).limit(limit)
 
 
 def select_tagged(tag: bytes, after: PageCursor | None, order: Order, limit: int) -> Select[Any]:
-    """The names of the next completions that have the tag."""
     query = select(tags.c.received_at, tags.c.msg_id).where(tags.c.tag == tag)
     return _next(query, tags, after, order).limit(limit)
 

@@ -1,1 +1,0 @@
-"""The database itself: schema, connections, transactions, migrations."""

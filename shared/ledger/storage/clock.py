@@ -32,12 +32,10 @@ class ClockSkew(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        """Whether somebody should look after one of them."""
         return max(abs(self.machine_s), abs(self.database_s)) >= TOLD_S
 
     @property
     def sentence(self) -> str:
-        """The differences in words."""
         return f"this machine's is {_off(self.machine_s)}, the database's {_off(self.database_s)}"
 
 
@@ -72,7 +70,6 @@ class LedgerClock:
         self.skew_s = 0.0
 
     def __call__(self) -> float:
-        """The time of now."""
         return self.began + self._ticks()
 
     @property

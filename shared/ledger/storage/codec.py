@@ -86,7 +86,6 @@ def pack_text(text: bytes) -> bytes:
 
 
 def unpack_text(stored: bytes) -> bytes:
-    """The text of `pack_text`'s bytes."""
     return _zstd.decompressor.decompress(stored) if stored.startswith(_FRAME) else stored
 
 
@@ -107,7 +106,6 @@ def pack_grammar(grammar: Grammar | None) -> bytes | None:
 
 
 def unpack_grammar(stored: bytes | None) -> Grammar | None:
-    """The grammar of `pack_grammar`'s bytes."""
     if stored is not None and stored.startswith(_SETS):
         return Grammar(kind="tokens", spec="", sets=_ungroup(_zstd.decompressor.decompress(stored[1:])))
     return None if stored is None else msgspec.json.decode(unpack_text(stored), type=Grammar)
@@ -124,7 +122,6 @@ _SAME = (
 
 
 def exchange_row(exchange: Exchange) -> Mapping[str, object]:
-    """A row of `exchanges`."""
     return {
         "msg_id": exchange.msg_id,
         "tenant": exchange.tenant,
@@ -140,7 +137,6 @@ def exchange_row(exchange: Exchange) -> Mapping[str, object]:
 
 
 def experience_row(exchange: Exchange, experience: Experience) -> Mapping[str, object]:
-    """A row of `experiences`, as it is when it is first recorded."""
     return {
         "msg_id": exchange.msg_id,
         "choice": experience.choice,

@@ -176,7 +176,6 @@ def first_line(error: DBAPIError) -> str:
 
 
 def migrations() -> Any:
-    """Where Alembic finds the steps of the schema."""
     from alembic.config import Config  # takes as long as all of SQLAlchemy: only who upgrades needs it
 
     config = Config()
@@ -219,12 +218,10 @@ class Utf8Text(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """The text as it can be stored and compared."""
         return None if value is None else self.storable(value)
 
     @staticmethod
     def storable(value: str) -> str:
-        """What is stored for this text."""
         return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", value)
 
 
@@ -313,17 +310,14 @@ class Transactions:
         self.file = DatabaseFile(engine)
 
     def close(self) -> None:
-        """Give the connections back."""
         self.engine.dispose()
 
     def read(self, query: Executable, values: Mapping[str, Any] | None = None) -> Sequence[Any]:
-        """The rows of a query, with these values for its parameters."""
         self.file.check()
         with translating_errors(), self.engine.connect() as connection:
             return connection.execute(query, values).all()
 
     def read_together(self, *queries: Executable) -> list[Sequence[Any]]:
-        """The answers to several queries, as of one moment."""
         with self.snapshot() as connection:
             return [connection.execute(query).all() for query in queries]
 
@@ -343,7 +337,6 @@ class Transactions:
             yield connection
 
     def time(self) -> float:
-        """The ledger's time."""
         if self._ledger_clock is None:
             return self.clock()
         with translating_errors():
@@ -368,8 +361,6 @@ class Transactions:
 
 
 class LedgerPart:
-    """Verbs that belong together, each one transaction."""
-
     def __init__(self, transactions: Transactions) -> None:
         self._read = transactions.read
         self._read_together = transactions.read_together
@@ -451,7 +442,6 @@ def _locking(what: str, shared: bool) -> Executable:
 
 
 def ignoring(connection: Connection, table: Table) -> Any:
-    """An insert that leaves alone what is there already."""
     return _ignoring(connection.dialect.name, table)
 
 

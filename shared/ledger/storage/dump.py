@@ -33,7 +33,6 @@ class Snapshot:
         self.revision = revisions.of(connection)
 
     def rows(self, name: str) -> Iterator[Mapping[str, Any]]:
-        """The rows of a table, by the names of their columns."""
         yield from map(dict, self._connection.execute(select(text("*")).select_from(table(name))).mappings())
 
     def save(self, target: Path) -> None:
@@ -95,7 +94,6 @@ def load(url: str, *, schema: str, source: Path, base: Path, folder: Path) -> No
 
 @contextmanager
 def _transaction(url: str, schema: str) -> Iterator[Connection]:
-    """One transaction of an engine of its own."""
     engine = connect(url, schema=schema)
     try:
         with translating_errors(), engine.begin() as connection:

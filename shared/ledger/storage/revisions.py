@@ -18,12 +18,10 @@ def _revisions() -> list[str]:
 
 
 def newest() -> str:
-    """The revision that this release of tuneloop works with."""
     return _revisions()[-1]
 
 
 def is_known(revision: str) -> bool:
-    """Whether this release can bring a database of that revision to the newest."""
     return revision in _revisions()
 
 

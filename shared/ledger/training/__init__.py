@@ -1,1 +1,0 @@
-"""The trainer's part: batches that are leased, returned, trained on."""

@@ -153,7 +153,6 @@ def _restless(now: float) -> ColumnElement[bool]:
 
 
 def _due(now: float) -> ColumnElement[bool]:
-    """Whether a rewarded row is due by itself."""
     since = now - QUIET_S
     lately = _has_event(or_(feedback.c.received_at > since, feedback.c.repeated_at > since))
     long_ago = _has_event(feedback.c.received_at <= now - AT_LATEST_S)

@@ -85,7 +85,6 @@ def is_limited(connection: Connection, rules: BatchRules) -> bool:
 
 
 def _enough(rules: BatchRules) -> int:
-    """So many raters can each have a share."""
     return math.ceil(1 / rules.max_rater_share)
 
 
@@ -149,7 +148,6 @@ class _Shares:
         return rows
 
     def hold(self, ids: Collection[int]) -> None:
-        """Count rows that the batch has already."""
         for id_ in ids:
             self._count(Unit(id_, (id_,)))
 
@@ -392,7 +390,6 @@ def _is_enough(connection: Connection, units: Sequence[Unit], missing: int, rule
 
 
 def _next_units(connection: Connection, rules: BatchRules, most: int, missing: int, *, lock: bool = True) -> list[Unit]:
-    """What the next batch is made of, `most` rows at least if there are so many."""
     if rules.group_by != "none":
         return _next_groups(connection, rules, most, missing, lock=lock)
     queries = (next_of(each, rules, most) for each in _tenants(connection, rules))
@@ -403,7 +400,6 @@ def _next_units(connection: Connection, rules: BatchRules, most: int, missing: i
 
 
 def next_of(tenant: str, rules: BatchRules, size: int) -> Select[Any]:
-    """A tenant's next rows."""
     by: dict[str, list[Any]] = {
         "oldest": [experiences.c.id],
         "freshest": [experiences.c.id.desc()],
@@ -467,7 +463,6 @@ def _next_groups(connection: Connection, rules: BatchRules, most: int, missing: 
 
 
 def next_groups(tenant: str, rules: BatchRules, size: int) -> Any:
-    """A tenant's next groups, with how many rows each has."""
     group_id = experiences.c.group_id
     return (
         select(group_id, func.count().label("rows"))
@@ -489,7 +484,6 @@ class Backlog(NamedTuple):
 
 
 def trim(connection: Connection, rules: BatchRules) -> Backlog:
-    """Let what waits beyond `rules.max_backlog` expire."""
     waiting = connection.execute(
         select(func.count()).select_from(experiences).where(_COMMITTED, of_policy(rules))
     ).scalar_one()

@@ -60,8 +60,6 @@ class TakenLines(NamedTuple):
 
 
 class FileRows(LedgerPart):
-    """Rows of the policies of jobs."""
-
     @again_after_deadlock
     def take(self, epoch: int, job: Job, taken: TakenLines) -> bool:
         """Keep the rows of some lines, committed; a job that was queued is running then.
@@ -105,7 +103,6 @@ class FileRows(LedgerPart):
             return True
 
     def count_lines(self, epoch: int, job: Job, rows_in_all: int) -> None:
-        """Write down how many lines of all epochs there are, where that was not known."""
         with self._write() as connection:
             fence(connection, epoch)
             connection.execute(update(jobs).where(jobs.c.id == job.id).values(rows_in_all=rows_in_all))
@@ -131,7 +128,6 @@ class FileRows(LedgerPart):
         return released
 
     def find_texts(self, msg_ids: Collection[str]) -> dict[str, WrittenReply]:
-        """What these replies, that were imported, say; by their names."""
         columns = (exchanges.c.msg_id, exchanges.c.request, experiences.c.text, experiences.c.tool_calls)
         chosen = select(*columns).join(experiences, experiences.c.msg_id == exchanges.c.msg_id)
         rows = [row for some in portions(msg_ids) for row in self._read(chosen.where(exchanges.c.msg_id.in_(some)))]
@@ -153,7 +149,6 @@ class FileRows(LedgerPart):
         return {reason: count for reason, count in found}
 
     def of_policy(self, policy: int) -> Job | None:
-        """The job of a policy that is not over, if there is one."""
         over = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
         rows = self._read(select(jobs).where(jobs.c.policy == policy, jobs.c.state.not_in(over)))
         return job_of(rows[0]) if rows else None

@@ -60,7 +60,6 @@ class BatchRules(NamedTuple):
 
     @classmethod
     def of(cls, settings: Settings, policy: int = 0) -> Self:
-        """What the settings of a policy say."""
         buffer, trainer = settings.buffer, settings.trainer
         return cls(
             policy=policy,
@@ -90,8 +89,6 @@ class _Call(Protocol):
 
 
 class CallTokens(NamedTuple):
-    """Token ids of a call."""
-
     prompt_ids: Int32s
     completion_ids: Int32s
 
@@ -135,7 +132,6 @@ def merge_calls(calls: Iterable[C]) -> list[list[C]]:
 
 
 def count_tokens(calls: Iterable[_Call]) -> RunTokens:
-    """What merging saves of a run."""
     sequences = merge_calls(calls)
     merged = [call for sequence in sequences for call in sequence]
     return RunTokens(
@@ -209,10 +205,7 @@ _SAMPLED_ORDER = experiences.c.sampled_at, experiences.c.id
 
 
 class Runs(LedgerPart):
-    """What is stored of single runs."""
-
     def count_calls(self, tenant: str, task_id: str, run_id: str) -> int:
-        """The replies that a run got."""
         query = select(func.count(experiences.c.msg_id.distinct()))
         return int(self._read(query.where(*_of_run(tenant, task_id, run_id)))[0][0])
 
@@ -237,7 +230,6 @@ class Runs(LedgerPart):
         return list(islice(find_breaks(calls), _MOST_BREAKS))
 
     def find_breaks_beside(self, msg_id: str) -> list[str]:
-        """The same of the run that a reply is of."""
         run = select(experiences.c.tenant, experiences.c.task_id, experiences.c.run_id)
         found = self._read(run.where(experiences.c.msg_id == msg_id, experiences.c.run_id.is_not(None)).limit(1))
         return [sentence for row in found if row.task_id is not None for sentence in self.find_breaks(*row)]
@@ -286,7 +278,6 @@ def takable(rules: BatchRules) -> ColumnElement[bool]:
 
 
 def of_policy(rules: BatchRules) -> ColumnElement[bool]:
-    """Whether a row is of the policy that a batch is for."""
     return experiences.c.policy == rules.policy
 
 

@@ -19,25 +19,17 @@ _NO_MANIFEST = "0" * 64
 
 
 class Numbers(NamedTuple):
-    """The newest version and the newest epoch."""
-
     version: int
     epoch: int
 
 
 class Restoration(LedgerPart):
-    """What a ledger that was put back must know."""
-
     def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
         super().__init__(transactions)
         self._rewards = rewards
 
     def begin_anew(self, *, version: int, epoch: int, reason: str, path: Path) -> Numbers:
-        """Give back all leases, and let versions and epochs count on after these; returns where they are then.
-
-        A version beyond the newest is registered as rejected, with the reason and without files; `path` is where they
-        would lie. Raises OverflowError beyond the largest number.
-        """
+        """Give back all leases, and let versions and epochs count on after these; returns where they are then."""
         now = self._clock()
         with self._write() as connection:
             alone(connection, "epochs")

@@ -32,10 +32,7 @@ _RESULT = and_(_COMMITTED, experiences.c.correction == 0)
 def waiting_runs(
     connection: Connection, tasks: Collection[tuple[str | None, str | None]], which: ColumnElement[bool]
 ) -> set[Run]:
-    """The runs of the tasks, each a tenant and a task, that have rows which may still be rewarded or committed.
-
-    A call without a reward waits for none if a later one of its run is committed.
-    """
+    """The runs of the tasks, each a tenant and a task, that have rows which may still be rewarded or committed."""
     named = tuple_(experiences.c.tenant, experiences.c.task_id)
     newest = func.max(experiences.c.sampled_at)
     figures = (

@@ -39,7 +39,6 @@ class WaitingRows(NamedTuple):
     job: str | None = None
 
     def fill(self, size: int, timeout: float | None) -> bool:
-        """Whether a batch of so many may be made of them."""
         return self.rows >= size or (self.rows > 0 and timeout is not None and self.seconds >= timeout)
 
 
@@ -126,10 +125,7 @@ class Training(LedgerPart):
 
     @again_after_deadlock
     def extend(self, epoch: int) -> None:
-        """Say that the trainer is alive, and keep its leases for another LEASE_S.
-
-        Raises StaleEpoch if a newer one has taken over.
-        """
+        """Say that the trainer is alive, and keep its leases for another LEASE_S."""
         now = self._clock()
         with self._write() as connection:
             fence(connection, epoch)
@@ -143,14 +139,12 @@ class Training(LedgerPart):
 
     @again_after_deadlock
     def release(self, epoch: int) -> None:
-        """Give back whatever the epoch still holds."""
         with self._write() as connection:
             self._rewards.release(connection, experiences.c.lease_epoch == epoch)
             drop_waiting(connection)
 
     @again_after_deadlock
     def end(self, epoch: int) -> None:
-        """Give back what the epoch holds, and say that its trainer has stopped."""
         with self._write() as connection:
             self._rewards.release(connection, experiences.c.lease_epoch == epoch)
             ended = update(epochs).where(epochs.c.epoch == epoch, epochs.c.ended_at.is_(None))
@@ -168,11 +162,9 @@ class Training(LedgerPart):
             self._rewards.compute_corrected(connection, _replies(connection, ids))
 
     def policies_of_jobs(self) -> set[int]:
-        """The policies that a fine-tuning job trains, or has trained."""
         return {row.policy for row in self._read(select(jobs.c.policy))}
 
     def versions_waiting(self, among: Collection[int]) -> list[int]:
-        """Those of the versions that have sampled replies which may still be trained on."""
         waits = (experiences.c.version_min == versions.c.version, experiences.c.state.in_(_WAITING))
         query = select(versions.c.version).where(versions.c.version.in_(among), exists().where(*waits))
         return [row.version for row in self._read(query)]

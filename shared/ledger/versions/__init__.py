@@ -1,1 +1,0 @@
-"""Versions in the ledger: states, decisions, events, comparisons, alarms."""

@@ -41,7 +41,6 @@ class Alarms(LedgerPart):
         self._transactions, self._policy = transactions, policy
 
     def of(self, policy: int) -> Self:
-        """Those of another policy."""
         return type(self)(self._transactions, policy)
 
     def raise_alarm(self, alarm: Alarm) -> bool:

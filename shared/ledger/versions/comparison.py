@@ -30,8 +30,6 @@ _unit = func.coalesce(exchanges.c.user_id, experiences.c.task_id, experiences.c.
 
 
 class Comparisons(LedgerPart):
-    """Questions that change nothing."""
-
     def figures(self, version: int, since: float, *, refusals: Collection[re.Pattern[str]] = ()) -> Figures:
         """Of the replies that this version alone has written since then; of failed requests the ledger knows nothing.
 
@@ -96,8 +94,6 @@ _TRAINED = 1_000
 
 
 class RewardHistory(LedgerPart):
-    """Figures for people; each costs the same however large the ledger is."""
-
     def newest(self, version: int, *, among: int) -> SampleStatistics:
         """The rewards of those `among` the newest replies that this version alone wrote and that have one.
 

@@ -116,7 +116,6 @@ class KeyWithFeedback(NamedTuple):
 
 
 def keys_with_feedback(read: Callable[[Any], Sequence[Any]]) -> list[KeyWithFeedback]:
-    """All keys that have given feedback."""
     return [KeyWithFeedback(*row) for row in read(_NEWEST_OF_KEYS) if row.newest is not None]
 
 
@@ -160,8 +159,6 @@ class ReplyExcerpt(NamedTuple):
 
 
 class Drift(LedgerPart):
-    """Queries that change nothing."""
-
     def newest_replies(self, count: int, *, marks: Sequence[str] = (), policy: int = 0) -> list[ReplyExcerpt]:
         """The newest `count` replies, the newest first; `marks` are texts that call for the request, too.
 
@@ -182,11 +179,7 @@ class Drift(LedgerPart):
         return [ReplyExcerpt(text, calls, requests.get(msg_id)) for msg_id, text, calls in rows]
 
     def largest_rater(self, count: int) -> float | None:
-        """The share of the most frequent source among the newest `count` feedback events that name one.
-
-        Sources of two tenants are two. None if there are not so many among the newest 10 * `count` events, or if these
-        all name the same one: a single judge who does all the rating is no drift.
-        """
+        """The share of the most frequent source among the newest `count` feedback events that name one."""
         newest = select(feedback.c.id, feedback.c.tenant, feedback.c.source).order_by(feedback.c.id.desc())
         part = newest.limit(count * _STRETCH).subquery()
         rows = self._read(
@@ -199,10 +192,7 @@ class Drift(LedgerPart):
         return max(latest.count(source) for source in set(latest)) / count
 
     def extreme_share(self, count: int, rule: RewardRule) -> float | None:
-        """The part of the newest numbers under metrics that count that is beyond the clip, as voices share in it.
-
-        Those of raters in quarantine are left out. None if there are not `count`.
-        """
+        """The part of the newest numbers under metrics that count that is beyond the clip, as voices share in it."""
         weights = {metric: weight for metric, weight in rule.weights.items() if weight}
         low, high = rule.clip or (-MAX_REWARD, MAX_REWARD)
         numbers = and_(feedback.c.kind == Kind.NUMBER, feedback.c.metric.in_(weights), ~_IS_QUARANTINED)

@@ -25,8 +25,6 @@ class Evaluation(NamedTuple):
 
 
 class Evaluations(LedgerPart):
-    """What versions were trained on, and how they did on tasks that they were not trained on."""
-
     def trained_on(self, version: int) -> dict[int, int]:
         """How many rows the version was trained on, by the version that began them; those since deleted are missing."""
         sampled = experiences.c.version_min
@@ -34,14 +32,12 @@ class Evaluations(LedgerPart):
         return {row[0]: row[1] for row in self._read(query.group_by(sampled).order_by(sampled))}
 
     def of_versions(self, versions: Sequence[int]) -> list[Evaluation]:
-        """How these versions did on tasks that they were not trained on."""
         columns = (evaluations.c[name] for name in Evaluation._fields)
         order = (evaluations.c[name] for name in ("metric", "slice", "evaluator", "version"))
         rows = self._read(select(*columns).where(evaluations.c.version.in_(versions)).order_by(*order))
         return [Evaluation(*row)._replace(evaluator=Evaluator(row.evaluator)) for row in rows]
 
     def record(self, version: int, evaluator: Evaluator, figures: Sequence[Figure]) -> None:
-        """Keep what the evaluator found of the version, instead of what it found before."""
         key = {"version": version, "evaluator": evaluator, "evaluated_at": self._clock()}
         with self._write() as connection:
             alone(connection, "evaluations")

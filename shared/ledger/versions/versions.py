@@ -45,15 +45,12 @@ class VersionEvent(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Who decides something about a version, when, why, and by which figures."""
-
     by: str
     at: float
     reason: str = ""
     details: Details | None = None
 
     def because(self, reason: str) -> "Decision":
-        """What follows from it for another version."""
         return self._replace(reason=reason, details=None)
 
 
@@ -80,7 +77,6 @@ class Version(NamedTuple):
 
     @property
     def is_base(self) -> bool:
-        """Whether it is the base model, which has no manifest."""
         return self.manifest_sha256 is None
 
     @property
@@ -120,7 +116,6 @@ class RegisteredVersions(LedgerPart):
         return self._version(select(versions).where(self._line, versions.c.state == VersionState.CHAMPION))
 
     def newest(self) -> Version:
-        """The newest version that was not rejected: where training goes on from."""
         servable = select(versions).where(self._line, versions.c.state.in_(SERVABLE))
         return self._version(servable.order_by(versions.c.version.desc()).limit(1))
 
@@ -137,15 +132,12 @@ class RegisteredVersions(LedgerPart):
         return self._one_or_none(select(versions).where(self._line, versions.c.state == VersionState.CANARY))
 
     def pinned_version(self) -> Version | None:
-        """The version that is served whatever comes, if any."""
         return self._one_or_none(select(versions).where(self._line, PINNED))
 
     def get(self, number: int) -> Version | None:
-        """That version, if there is one."""
         return self._one_or_none(select(versions).where(versions.c.version == number))
 
     def all(self) -> list[Version]:
-        """All versions of every policy, oldest first."""
         return [_version_of(row) for row in self._read(_ALL)]
 
     def answering(self) -> dict[int, list[Version]]:
@@ -162,11 +154,9 @@ class RegisteredVersions(LedgerPart):
         return [row.version for row in self._read(_champions_before(self._line))]
 
     def now(self) -> VersionsNow:
-        """How all of them are."""
         return _versions_now(*self._read_together(_ALL.where(self._line), _champions_before(self._line)))
 
     def lines(self) -> list[VersionsNow]:
-        """How the versions of every policy that was not deleted are, policy by policy."""
         return _lines(*self._read_together(_ALL.where(_THERE), _champions_before(_THERE)))
 
     def events(self, version: int | None = None, *, last: int | None = None) -> list[VersionEvent]:
@@ -208,7 +198,6 @@ class Versions(RegisteredVersions):
     """
 
     def of(self, policy: int) -> "Versions":
-        """Those of another policy."""
         return Versions(self._transactions, policy)
 
     def ensure_base(self, path: Path) -> None:
@@ -493,12 +482,10 @@ def note(connection: Connection, version: int, action: VersionAction, decision: 
 
 
 def next_number(connection: Connection) -> int:
-    """The number of the next version, of whatever policy."""
     return 1 + (connection.execute(select(func.max(versions.c.version))).scalar() or 0)
 
 
 def retire(connection: Connection, which: ColumnElement[bool], decision: Decision) -> None:
-    """Take versions out of service that nothing is wrong with."""
     gone = connection.execute(select(versions.c.version).where(which)).scalars().all()
     connection.execute(update(versions).where(which).values(state=VersionState.RETIRED))
     for number in gone:
@@ -506,7 +493,6 @@ def retire(connection: Connection, which: ColumnElement[bool], decision: Decisio
 
 
 def end(connection: Connection, version: int, state: VersionState, decision: Decision) -> None:
-    """Reject it, or roll it back."""
     ended = {"state": state, "reason": decision.reason}
     connection.execute(update(versions).where(versions.c.version == version).values(ended))
     note(connection, version, VersionAction(state), decision)

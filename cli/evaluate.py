@@ -1,3 +1,5 @@
+"""This file is `tuneloop evaluate`."""
+
 import os
 from pathlib import Path
 from typing import Annotated

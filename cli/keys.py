@@ -1,3 +1,5 @@
+"""This file is `tuneloop keys`."""
+
 from collections.abc import Iterator
 from typing import Annotated
 

@@ -1,3 +1,5 @@
+"""This file is `tuneloop policies`."""
+
 from collections.abc import Callable
 from typing import Annotated
 

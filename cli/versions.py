@@ -1,3 +1,5 @@
+"""This file is `tuneloop versions`."""
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated

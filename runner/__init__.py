@@ -25,13 +25,13 @@ from tuneloop.runner.feedback.feedback_client import AsyncFeedback, Feedback, Fe
 from tuneloop.runner.feedback.feedback_outbox import RefusedEntry
 from tuneloop.runner.feedback.verbs import WholeRun, reply_id
 from tuneloop.runner.judging.endpoint import Endpoint
-from tuneloop.runner.judging.judge import Judge, LLMJudge, Preference, Verdict
+from tuneloop.runner.judging.judge import Judge, LLMJudge, Verdict
 from tuneloop.runner.judging.rubric import Example, Rubric
 from tuneloop.runner.models.bound_model import CallDefaults, ModelEndpoint, make_model
 from tuneloop.runner.models.run import ModelCall, Run, RunCalls
+from tuneloop.runner.rewards.components import reward_function
 from tuneloop.runner.rewards.composite import Component, Composite, Score
 from tuneloop.runner.rewards.reply import Reply, ToolCall, ToolResult
-from tuneloop.runner.rewards.reward_function import reward_function
 from tuneloop.runner.shadow.executor import ShadowResult, ShadowRun
 from tuneloop.runner.shadow.production_calls import (
     EveryCall,
@@ -111,7 +111,6 @@ __all__ = [
     "ModelCall",
     "ModelEndpoint",
     "OutboxFull",
-    "Preference",
     "ProductionCall",
     "Receipt",
     "RefusedEntry",

@@ -1,23 +1,4 @@
-"""What the runner raises.
-
-JudgeError
-├── JudgeFailed   no verdict on this reply: the judge's answer makes no sense, or it refuses the question
-└── JudgeAway     no verdict on any reply for now: the judge cannot be reached, is overloaded, or does not let us in
-LogRefused        a log, a trace or an export that cannot be read
-ServiceRefused    a service that does not answer, or not with what was asked for
-
-FeedbackError
-├── FeedbackRefused   the service never takes it: no id of its replies, as much said of one as is kept, or no sense
-├── FeedbackAway      it was not taken now: the service cannot be reached, is overloaded, or does not let us in
-└── OutboxFull        it was not taken: too much waits to be sent, or the disk is full
-
-TuneError
-├── TuneRefused   what tune() was told makes no sense; nothing was started
-└── TuneFailed    it was stopped by one of its rules; what was acknowledged is kept, and `resume=True` goes on
-    └── ServiceAway   the service did not answer for longer than `service_timeout`, or it ended
-DatasetRefused    a dataset that cannot be read, or has no task; a TuneRefused too
-ExtraMissing      a package that is not installed, and the extra that installs it
-"""
+"""What the runner raises."""
 
 import sys
 from collections.abc import Mapping

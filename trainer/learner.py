@@ -47,8 +47,7 @@ from tuneloop.trainer.batches.mixed_file import MixedFile
 from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.models.model import Actor, Critic, is_checkpointing
 from tuneloop.trainer.models.optimizer import MasterAdamW
-from tuneloop.trainer.orders import GatherOrder, StepOrder
-from tuneloop.trainer.parallel import ALONE, Ranks, SequenceGroup, gathered_on_rank_0
+from tuneloop.trainer.parallel import ALONE, GatherOrder, Ranks, SequenceGroup, StepOrder, gathered_on_rank_0
 from tuneloop.trainer.teacher.teacher import Teacher
 from tuneloop.trainer.transfer import hand_over
 

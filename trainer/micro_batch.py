@@ -23,13 +23,13 @@ from tuneloop.shared.capacity.memory import GIB, cure_of, fit_trainer, room_for_
 from tuneloop.shared.checkpoints import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused, RankOutOfMemory, SamplesRefused, TuneloopError
 from tuneloop.shared.experience import Float32s, Sample
+from tuneloop.shared.job_marks import TRAFFIC_S, traffic_stamp
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.learner import Learner, go_ahead, recompute
 from tuneloop.trainer.models.model import Actor, checkpoint_layers, device_of, is_checkpointing
 from tuneloop.trainer.stop import Stop
-from tuneloop.trainer.yielding import TrafficYield
 
 _log = structlog.get_logger()
 
@@ -84,6 +84,43 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
         of=gigabytes(room),
     )
     return chosen
+
+
+#: A mark that has not been touched for so long says that nobody is being answered: three touches may be late.
+QUIET_S = 3 * TRAFFIC_S
+_TRAFFIC_LOOK_S = 0.05
+
+
+class TrafficYield:
+    """To be called before each pass through a model, if `trainer.yield_to_traffic`.
+
+    The clock of the mark is never compared with ours: what counts is that it was touched since the last look.
+    """
+
+    def __init__(self, settings: Settings, stop: Stop) -> None:
+        self._job_dir, self._stop = settings.job_dir, stop
+        self._on_gpu = device_of(settings).type == "cuda"
+        self._stamp = traffic_stamp(self._job_dir)
+        self._touched = float("-inf")
+        self._seconds = 0.0
+
+    def __call__(self) -> None:
+        """Wait until there has been no traffic for `QUIET_S`, or until told to stop."""
+        if self._on_gpu:
+            torch.cuda.synchronize()  # Else passes that were begun long ago would go on while this one waits.
+        began = time.monotonic()
+        while not self._stop.is_set():
+            if (stamp := traffic_stamp(self._job_dir)) != self._stamp:
+                self._stamp, self._touched = stamp, time.monotonic()
+            if time.monotonic() - self._touched >= QUIET_S:
+                break
+            self._stop.wait(_TRAFFIC_LOOK_S)
+        self._seconds += time.monotonic() - began
+
+    def take_seconds(self) -> float:
+        """The seconds waited since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class _Rehearsed(TuneloopError):

@@ -1,7 +1,7 @@
 """The ranks that train together. Of a model whose weights are all trained each has a share (FSDP2, Zhao et al. 2023);
 of a frozen base below adapters each has the whole. Each reads a share of every batch.
 
-Rank 0 leads: it alone knows the ledger, and orders what the others do with it (orders.py). Whatever may fail on one
+Rank 0 leads: it alone knows the ledger, and orders what the others do with it. Whatever may fail on one
 rank only is done within `agree`, so that all ranks go on, or all raise; one that raises anything else ends, and its
 death ends the others.
 """
@@ -12,9 +12,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Self, cast
+from pathlib import Path
+from typing import Any, Self, cast, get_origin
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tuneloop.shared.errors import EnvironmentRefused, NotFinite, RankFailed, RankOutOfMemory, TuneloopError
-from tuneloop.trainer.orders import Order, decode, encode
+from tuneloop.shared.experience import Sample
 from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 
 #: A rank that hangs ends the others after so long; one that dies does so at once.
@@ -34,6 +36,70 @@ _QUIET = timedelta(days=3650)
 
 #: Numbers of small tensors that are added up in one call.
 _PIECE = 1 << 24
+
+
+class LoadOrder(msgspec.Struct, frozen=True, tag="load"):
+    """Become the learner with the weights in `folder`, None: the base model's, and what `state` holds besides."""
+
+    folder: str | None
+    state: str | None
+
+    @property
+    def paths(self) -> tuple[Path | None, Path | None]:
+        """Both folders."""
+        folder, state = (None if each is None else Path(each) for each in (self.folder, self.state))
+        return folder, state
+
+
+class StepOrder(msgspec.Struct, frozen=True, tag="step"):
+    """Learn from the samples in micro-batches of `tokens`. `halves`: rank 0 says how many if these do not fit.
+
+    `checkpointing`: activations are made again, since it was found out that they do not fit, or by setting.
+    """
+
+    samples: list[Sample]
+    version: int | None
+    tokens: int
+    halves: bool
+    checkpointing: bool
+
+
+class StateOrder(msgspec.Struct, frozen=True, tag="state"):
+    """Give rank 0 what you have of the optimisers' state."""
+
+
+class WeightsOrder(msgspec.Struct, frozen=True, tag="weights"):
+    """Give rank 0 what you have of the actor's weights."""
+
+
+class GatherOrder(msgspec.Struct, frozen=True, tag="gather"):
+    """Let rank 0 have the whole of a model, to read something alone: of the actor, or of the reference."""
+
+    reference: bool
+
+
+class EndOrder(msgspec.Struct, frozen=True, tag="end"):
+    """There is nothing more to do."""
+
+
+Order = LoadOrder | StepOrder | StateOrder | WeightsOrder | GatherOrder | EndOrder
+
+
+def _encode_array(what: Any) -> Any:
+    if isinstance(what, np.ndarray):
+        return [what.dtype.str, what.shape, what.tobytes()]
+    raise NotImplementedError(type(what))
+
+
+def _decode_array(kind: type, encoded: Any) -> Any:
+    if (get_origin(kind) or kind) is np.ndarray:
+        dtype, shape, data = encoded
+        return np.frombuffer(bytearray(cast(bytes, data)), dtype).reshape(shape)
+    raise NotImplementedError(kind)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_hook=_decode_array)
 
 
 class SequenceGroup:
@@ -151,12 +217,12 @@ class JoinedRanks(Ranks):
     def lead(self, order: Order) -> None:
         """See Ranks."""
         if self.rank == 0:
-            self._broadcast(encode(order))
+            self._broadcast(_encoder.encode(order))
 
     def follow(self) -> Order:
         """The next order of rank 0. Raises RankFailed if it has ended without one."""
         try:
-            return decode(self._broadcast(None))
+            return _decoder.decode(self._broadcast(None))
         except RuntimeError as error:
             raise RankFailed(f"rank 0 has ended: {error}") from None
 

@@ -36,8 +36,7 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch, fit_to_memory, must_shard
 from tuneloop.trainer.models.model import device_of
-from tuneloop.trainer.orders import EndOrder
-from tuneloop.trainer.parallel import ALONE, JoinedRanks, Ranks
+from tuneloop.trainer.parallel import ALONE, EndOrder, JoinedRanks, Ranks
 from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 from tuneloop.trainer.workers.launching import launch
 from tuneloop.trainer.workers.rank import follow

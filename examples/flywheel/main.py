@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 from tuneloop.runner import AlgorithmConfig, Endpoint, JudgeOutput, Run, WorkflowOutput, tune
 from tuneloop.runner.logs.request_logs import read_stored_completions
 from tuneloop.runner.tasks.augmentation import augment_tasks
-from tuneloop.runner.tasks.task_set import DifficultySelector, ImportedTask, deduplicate, tasks_of, write_tasks
+from tuneloop.runner.tasks.task_set import ImportedTask, deduplicate, tasks_of, what_teaches_most, write_tasks
 
 FEW = ["1+2", "2+3", "4+1", "3+3", "2+2", "5+1", "6+2", "1+7"]  # what the makers of the agent thought of
 HELD_OUT = [f"{a}+{b}" for a in (13, 28, 41) for b in (5, 17, 36)]  # what users really ask
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     tasks = [ImportedTask.from_dict({"question": each}) for each in FEW]
     for turn in range(options.turns):
-        chosen = DifficultySelector(seed=turn).order(tasks, outcomes, count=options.tasks)
+        chosen = what_teaches_most(random.sample(tasks, len(tasks)), outcomes)[: options.tasks]
         result = tune(
             workflow_func=workflow_of(model),
             judge_func=judge,

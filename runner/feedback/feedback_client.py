@@ -18,7 +18,7 @@ from tuneloop.runner.errors import FeedbackAway, FeedbackRefused
 from tuneloop.runner.feedback.feedback_outbox import FeedbackOutbox, RefusedEntry
 from tuneloop.runner.feedback.sender import NotNow, Rejected, Sender, names_of, understand
 from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
-from tuneloop.runner.http_client import header_of_key, tls_context
+from tuneloop.runner.http_client import absolute_url, header_of_key, tls_context
 from tuneloop.runner.judging.endpoint import retry_after_s
 
 #: Seconds that a process which ends gives what waits to be sent. The rest waits on disk.
@@ -47,82 +47,6 @@ class FeedbackBatch(FeedbackVerbs[None]):
         self.entries += entries
 
 
-class _Line:
-    """The way to the service, and to its outbox if there is one."""
-
-    def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
-        _import_ahead()
-        service = url.rstrip("/").removesuffix("/v1")
-        try:
-            absolute = httpx.URL(service).is_absolute_url and service.startswith(("http://", "https://"))
-        except httpx.InvalidURL:
-            absolute = False
-        if not absolute:
-            raise ValueError(f"url: {url!r} must be an absolute URL, such as http://localhost:8010")
-        self.url = service
-        self.headers = header_of_key(api_key)
-        self.timeout = timeout
-        self.sender: Sender | None = None
-        self.sent = 0
-        self._client: httpx.Client | None = None
-
-    def open_outbox(self, folder: Path, max_bytes: int) -> None:
-        """Send through a folder, which has a folder for each service."""
-        name = re.sub(r"[^A-Za-z0-9.]+", "-", self.url).strip("-")
-        self.sender = Sender(FeedbackOutbox(folder / name, max_bytes), self.post, self.hang_up)
-        self.sender.start()
-        _lines.add(self)
-
-    def post(self, entries: Sequence[Entry]) -> httpx.Response | httpx.HTTPError:
-        """Send entries, as one durable write of the service's."""
-        return self.request("feedback", {"feedback": list(entries)})
-
-    def request(self, path: str, body: Mapping[str, Any]) -> httpx.Response | httpx.HTTPError:
-        """Post a body; an error is returned, too."""
-        if (client := self._client) is None:
-            client = self._client = httpx.Client(verify=tls_context(), timeout=self.timeout, headers=self.headers)
-        try:
-            return client.post(f"{self.url}/{path}", json=body)
-        except httpx.HTTPError as error:
-            return error
-
-    def receipt(self, entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> Receipt:
-        """What became of entries that were sent. Raises FeedbackRefused or FeedbackAway."""
-        outcome = understand(entries, response)
-        if isinstance(outcome, NotNow):
-            raise FeedbackAway(outcome.reason, retry_after_s=outcome.wait_s)
-        if isinstance(outcome, Rejected):
-            raise FeedbackRefused(outcome.reason, outcome.answer)
-        self.sent += len(entries) - len(outcome.refused)
-        if outcome.refused:
-            names = [name for place in outcome.refused for name in names_of(entries[place])]
-            reason = next(iter(outcome.refused.values()))
-            raise FeedbackRefused(f"{reason}: {', '.join(names[:3])}", outcome.answer)
-        return Receipt(_keys(entries), outcome.answer)
-
-    def flush(self, timeout: float) -> bool:
-        return self.sender.flush(timeout) if self.sender else True
-
-    def close(self, timeout: float) -> bool:
-        _lines.discard(self)
-        if self.sender:
-            return self.sender.close(timeout)
-        self.hang_up()
-        return True
-
-    def hang_up(self) -> None:
-        """Close the connections, which are opened again where they are needed."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-    def after_fork(self) -> None:
-        """Connections are the parent's."""
-        self._client = None
-        if self.sender:
-            self.sender.after_fork()
-
-
 class _Client:
     """What both clients are made of, and what they tell of themselves."""
 
@@ -137,33 +61,88 @@ class _Client:
         max_bytes: int = 64 << 20,
     ) -> None:
         """Raises ValueError for what is no URL or no key, and OSError for a folder that cannot be written."""
-        self._line, self._source = _Line(url, api_key, timeout), source
-        if outbox is not None:
-            self._line.open_outbox(Path(outbox), max_bytes)
+        _import_ahead()
+        self._url = absolute_url(url, "url", "http://localhost:8010").removesuffix("/v1")
+        self._headers, self._timeout = header_of_key(api_key), timeout
+        self._source: str | None = source
+        self._sent = 0
+        self._http: httpx.Client | None = None
+        self._sender: Sender | None = None
+        if outbox is not None:  # The folder has a folder for each service.
+            folder = Path(outbox) / re.sub(r"[^A-Za-z0-9.]+", "-", self._url).strip("-")
+            self._sender = Sender(FeedbackOutbox(folder, max_bytes), self._post, self._hang_up)
+            self._sender.start()
+            _with_outbox.add(self)
 
     @property
     def pending(self) -> int:
         """Entries that wait to be sent, those that ended processes left there too."""
-        return self._line.sender.outbox.pending if self._line.sender else 0
+        return self._sender.outbox.pending if self._sender else 0
 
     @property
     def sent(self) -> int:
         """Entries that the service took from this client."""
-        return self._line.sender.outbox.sent if self._line.sender else self._line.sent
+        return self._sender.outbox.sent if self._sender else self._sent
 
     @property
     def refused(self) -> int:
         """Entries that were set aside since the service will never take them; `refusals` has them."""
-        return self._line.sender.outbox.refused if self._line.sender else 0
+        return self._sender.outbox.refused if self._sender else 0
 
     @property
     def trouble(self) -> str | None:
         """Why nothing can be sent at the moment."""
-        return self._line.sender.trouble if self._line.sender else None
+        return self._sender.trouble if self._sender else None
 
     def refusals(self) -> list[RefusedEntry]:
         """What was set aside in the outbox, by any process, oldest first."""
-        return self._line.sender.outbox.refusals() if self._line.sender else []
+        return self._sender.outbox.refusals() if self._sender else []
+
+    def _post(self, entries: Sequence[Entry]) -> httpx.Response | httpx.HTTPError:
+        return self._request_now("feedback", {"feedback": list(entries)})
+
+    def _request_now(self, path: str, body: Mapping[str, Any]) -> httpx.Response | httpx.HTTPError:
+        if (client := self._http) is None:
+            client = self._http = httpx.Client(verify=tls_context(), timeout=self._timeout, headers=self._headers)
+        try:
+            return client.post(f"{self._url}/{path}", json=body)
+        except httpx.HTTPError as error:
+            return error
+
+    def _receipt(self, entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> Receipt:
+        """What became of entries that were sent. Raises FeedbackRefused or FeedbackAway."""
+        outcome = understand(entries, response)
+        if isinstance(outcome, NotNow):
+            raise FeedbackAway(outcome.reason, retry_after_s=outcome.wait_s)
+        if isinstance(outcome, Rejected):
+            raise FeedbackRefused(outcome.reason, outcome.answer)
+        self._sent += len(entries) - len(outcome.refused)
+        if outcome.refused:
+            names = [name for place in outcome.refused for name in names_of(entries[place])]
+            reason = next(iter(outcome.refused.values()))
+            raise FeedbackRefused(f"{reason}: {', '.join(names[:3])}", outcome.answer)
+        return Receipt(_keys(entries), outcome.answer)
+
+    def _flush(self, timeout: float) -> bool:
+        return self._sender.flush(timeout) if self._sender else True
+
+    def _close(self, timeout: float) -> bool:
+        _with_outbox.discard(self)
+        if self._sender:
+            return self._sender.close(timeout)
+        self._hang_up()
+        return True
+
+    def _hang_up(self) -> None:
+        """Close the connections, which are opened again where they are needed."""
+        client, self._http = self._http, None
+        if client is not None:
+            client.close()
+
+    def _after_fork(self) -> None:
+        self._http = None  # its connections are the parent's
+        if self._sender:
+            self._sender.after_fork()
 
 
 class FeedbackClient(FeedbackVerbs[Receipt], _Client):
@@ -189,15 +168,15 @@ class FeedbackClient(FeedbackVerbs[Receipt], _Client):
         """Release what is rewarded to the trainer, and return how much. Raises FeedbackAway if it cannot be now."""
         if not self.flush(_BEFORE_COMMIT_S):
             raise FeedbackAway(f"feedback waits to be sent before a commit: {self.trouble}")
-        return _count_of_commit(self._line.request("commit", {"task_id": task_id, "run_id": run_id}))
+        return _count_of_commit(self._request_now("commit", {"task_id": task_id, "run_id": run_id}))
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until nothing waits to be sent, for so many seconds; whether that is so."""
-        return self._line.flush(timeout)
+        return self._flush(timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
         """Flush, and stop. What is left waits on disk."""
-        return self._line.close(timeout)
+        return self._close(timeout)
 
     def __enter__(self) -> Self:
         return self
@@ -206,10 +185,10 @@ class FeedbackClient(FeedbackVerbs[Receipt], _Client):
         self.close()
 
     def _take(self, entries: Sequence[Entry]) -> Receipt:
-        if self._line.sender is not None:
-            self._line.sender.put(entries)
-            return Receipt(_keys(entries))
-        return self._line.receipt(entries, self._line.post(entries))
+        if self._sender is None:
+            return self._receipt(entries, self._post(entries))
+        self._sender.put(entries)
+        return Receipt(_keys(entries))
 
 
 #: What users call it; the services have a record of that name.
@@ -237,13 +216,13 @@ class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Client):
 
     async def flush(self, timeout: float = 10.0) -> bool:  # noqa: ASYNC109 - it is an answer, not an error
         """As Feedback's."""
-        return await asyncio.to_thread(self._line.flush, timeout)
+        return await asyncio.to_thread(self._flush, timeout)
 
     async def close(self, timeout: float = 5.0) -> bool:  # noqa: ASYNC109
         """As Feedback's."""
         if self._client is not None:
             await self._client.aclose()
-        return await asyncio.to_thread(self._line.close, timeout)
+        return await asyncio.to_thread(self._close, timeout)
 
     async def __aenter__(self) -> Self:
         return self
@@ -252,17 +231,16 @@ class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Client):
         await self.close()
 
     async def _take(self, entries: Sequence[Entry]) -> Receipt:
-        if (sender := self._line.sender) is not None:
+        if (sender := self._sender) is not None:
             await asyncio.to_thread(sender.put, entries)
             return Receipt(_keys(entries))
-        return self._line.receipt(entries, await self._request("feedback", {"feedback": list(entries)}))
+        return self._receipt(entries, await self._request("feedback", {"feedback": list(entries)}))
 
     async def _request(self, path: str, body: Mapping[str, Any]) -> httpx.Response | httpx.HTTPError:
         if self._client is None:
-            line = self._line
-            self._client = httpx.AsyncClient(verify=tls_context(), timeout=line.timeout, headers=line.headers)
+            self._client = httpx.AsyncClient(verify=tls_context(), timeout=self._timeout, headers=self._headers)
         try:
-            return await self._client.post(f"{self._line.url}/{path}", json=body)
+            return await self._client.post(f"{self._url}/{path}", json=body)
         except httpx.HTTPError as error:
             return error
 
@@ -291,19 +269,19 @@ def _count_of_commit(response: httpx.Response | httpx.HTTPError) -> int:
         raise FeedbackAway(reason, retry_after_s=retry_after_s(response)) from None
 
 
-_lines: "weakref.WeakSet[_Line]" = weakref.WeakSet()
+_with_outbox: "weakref.WeakSet[_Client]" = weakref.WeakSet()
 
 
+@atexit.register
 def _close_all() -> None:
-    for line in list(_lines):
-        line.close(_AT_EXIT_S)
+    for client in list(_with_outbox):
+        client._close(_AT_EXIT_S)
 
 
 def _after_fork() -> None:
-    for line in list(_lines):
-        line.after_fork()
+    for client in list(_with_outbox):
+        client._after_fork()
 
 
-atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import threading
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from tuneloop.runner.errors import OutboxFull
 from tuneloop.runner.feedback.verbs import Entry
-from tuneloop.runner.outbox import SUFFIX, Damage, Outbox, OutboxReader, Place, Record, lock, names_in, owner_of
+from tuneloop.runner.outbox import SUFFIX, Damage, Outbox, OutboxReader, Place, Record, names_in, owner_of
 from tuneloop.runner.private_files import append_rows, private_opener
 
 #: A file of so many bytes is followed by another.
@@ -29,7 +28,7 @@ _BATCH_ENTRIES, _BATCH_BYTES = 500, 1 << 20
 #: Files of processes that ended are open at once.
 _OPEN_FILES = 64
 
-_REFUSED, _OLD_SUFFIX = "refused.jsonl", ".outbox"
+_REFUSED = "refused.jsonl"
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +153,6 @@ class FeedbackOutbox:
 
     def look(self) -> None:
         """Find the files of processes that ended. One that cannot be read stays, and is logged."""
-        self._convert_old_files()
         waiting = -sum(self._taken.get(file.id, 0) for file in self._files)
         for name in names_in(self.folder):
             with suppress(OSError, ValueError), closing(OutboxReader(self.folder / name)) as file:
@@ -224,20 +222,6 @@ class FeedbackOutbox:
             if len(entries) >= _BATCH_ENTRIES or end - taken >= _BATCH_BYTES:
                 break
         return UnsentEntries(file, entries, end) if end > taken else None
-
-    def _convert_old_files(self) -> None:
-        """Take in what a version before this file format left: lines of a checksum, a space, and a list of entries."""
-        for path in sorted(self.folder.glob(f"*{_OLD_SUFFIX}")):
-            with suppress(FileNotFoundError), open(path, "rb+") as file:
-                if not lock(file.fileno()) or not path.exists():
-                    continue
-                for line in file:
-                    if line.endswith(b"\n") and line[:8] == b"%08x" % zlib.crc32(line[9:-1]):
-                        self.put(json.loads(line[9:-1]))
-                    else:
-                        log.error("feedback is lost: a line of %s is damaged or cut off", path)
-                path.unlink()
-                Path(f"{path}.sent").unlink(missing_ok=True)
 
 
 def _digest(entry: Entry) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
-from tuneloop.runner.http_client import header_of_key
+from tuneloop.runner.http_client import absolute_url, header_of_key
 from tuneloop.runner.judging.prompts import Prompt
 
 #: The longest that we wait by ourselves before asking again. Who is told to wait longer raises JudgeAway.
@@ -68,16 +68,10 @@ class Endpoint:
     _refused: set[str] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        try:
-            absolute = httpx.URL(self.base_url).is_absolute_url and self.base_url.startswith(("http://", "https://"))
-        except httpx.InvalidURL:
-            absolute = False
-        if not absolute:
-            raise ValueError(f"base_url: {self.base_url!r} must be an absolute URL, such as https://host/v1")
+        self._url = f"{absolute_url(self.base_url, 'base_url', 'https://host/v1')}/chat/completions"
         if not (self.timeout > 0 and self.retries >= 0 and self.concurrency >= 1):
             raise ValueError("timeout must be above 0, retries not below 0, concurrency at least 1")
         headers = header_of_key(self.api_key)
-        self._url = f"{self.base_url.rstrip('/')}/chat/completions"
         self._places = threading.BoundedSemaphore(self.concurrency)
         self._client = httpx.Client(timeout=self.timeout, headers=headers)
         self._async_places = asyncio.Semaphore(self.concurrency)

@@ -5,26 +5,16 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from tuneloop.runner.errors import JudgeError, JudgeFailed
 from tuneloop.runner.judging.endpoint import Answer, Endpoint
-from tuneloop.runner.judging.prompts import Prompt, comparing_prompt, object_in, scores_in, scoring_prompt, words_in
+from tuneloop.runner.judging.prompts import Prompt, object_in, scores_in, scoring_prompt, words_in
 from tuneloop.runner.judging.rubric import DEFAULT_CRITERIA, Rubric
 from tuneloop.runner.rewards.reply import Reply
 
 #: More whole numbers than these are no list of choices any more.
 _MOST_CHOICES = 100
-
-_PREFERENCE = {
-    "type": "object",
-    "properties": {
-        "reason": {"type": "string"},
-        "winner": {"type": "string", "enum": ["first", "second", "tie"]},
-    },
-    "required": ["reason", "winner"],
-    "additionalProperties": False,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +30,6 @@ class Verdict:
     shares: Mapping[str, float]
     normalised: float
     reason: str
-    prompt_tokens: int
-    completion_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preference:
-    """Which of two replies the judge prefers. It was asked in both orders: where the answers differ it is a tie."""
-
-    winner: Literal["a", "b", "tie"]
-    consistent: bool
-    reasons: tuple[str, str]
     prompt_tokens: int
     completion_tokens: int
 
@@ -96,18 +75,6 @@ class Judge:
     def reward(self, reply: Reply) -> float:
         """The verdict as one number from 0 to 1: a component of a Composite."""
         return self.score(reply).normalised
-
-    def compare(self, a: Reply, b: Reply) -> Preference:
-        """Which of two replies to one conversation is better. Raises as `score` does."""
-        ask, criteria = self.endpoint.ask, self.rubric.criteria
-        pairs = (a, b), (b, a)
-        return _preference([ask(comparing_prompt(*pair, criteria), _PREFERENCE) for pair in pairs])
-
-    async def compare_async(self, a: Reply, b: Reply) -> Preference:
-        """The same without blocking."""
-        ask, criteria = self.endpoint.ask_async, self.rubric.criteria
-        pairs = (a, b), (b, a)
-        return _preference(await _all([ask(comparing_prompt(*pair, criteria), _PREFERENCE) for pair in pairs]))
 
     def close(self) -> None:
         """Close the connections that blocking questions were asked over."""
@@ -164,22 +131,6 @@ async def _all(asked: Sequence[Any]) -> list[Answer]:
     except* JudgeError as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-def _preference(answers: Sequence[Answer]) -> Preference:
-    read = [object_in(each.text, "winner") for each in answers]
-    winners = [each["winner"] for each in read]
-    if any(each not in ("first", "second", "tie") for each in winners):
-        raise JudgeFailed("the judge preferred neither first nor second, nor called it a tie", str(winners))
-    straight = {"first": "a", "second": "b", "tie": "tie"}[winners[0]]
-    swapped = {"first": "b", "second": "a", "tie": "tie"}[winners[1]]
-    return Preference(
-        winner=straight if straight == swapped else "tie",  # type: ignore[arg-type]
-        consistent=straight == swapped,
-        reasons=(words_in(read[0], "reason"), words_in(read[1], "reason")),
-        prompt_tokens=sum(each.prompt_tokens for each in answers),
-        completion_tokens=sum(each.completion_tokens for each in answers),
-    )
 
 
 _TOTAL = "total"

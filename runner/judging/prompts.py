@@ -36,20 +36,6 @@ def scoring_prompt(reply: Reply, criteria: Mapping[str, str], scale: tuple[int, 
     return _prompt(data, task)
 
 
-def comparing_prompt(first: Reply, second: Reply, criteria: Mapping[str, str]) -> Prompt:
-    """Say which of two replies to one conversation is better."""
-    data = {"conversation": conversation(first.messages), "first": reply_text(first), "second": reply_text(second)}
-    if first.expected is not None:
-        data["reference"] = format_expected(first.expected)
-    listed = "\n".join(f"- {name}: {words}" for name, words in criteria.items())
-    task = (
-        f"Which of the two replies, first or second, is better by these criteria? Their order says nothing.\n{listed}\n"
-        f"{_about_reference(data)}Answer with one JSON object and nothing else, of this form:\n"
-        '{"reason": "one or two sentences", "winner": "first, second or tie"}'
-    )
-    return _prompt(data, task)
-
-
 def rubric_prompt(examples: Sequence[tuple[str, str, str]], criteria: int) -> Prompt:
     """Write criteria from (prompt, good, bad) examples."""
     data: dict[str, str] = {}

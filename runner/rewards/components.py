@@ -1,4 +1,4 @@
-"""Components of rewards, ready-made: each a function of a reply."""
+"""Components of rewards, ready-made: each a function of a reply; and rewards of them, by weights."""
 
 import json
 import math
@@ -8,96 +8,6 @@ from typing import Any
 
 from tuneloop.runner.rewards.composite import Component, Composite
 from tuneloop.runner.rewards.reply import Reply, ToolCall, tool_names
-
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
-}
-
-_SILENT = frozenset({"title", "description", "default", "examples", "$schema"})
-
-
-def fits(value: object, schema: Mapping[str, Any]) -> bool:
-    """Whether the value fits. Raises ValueError for a keyword that is not known here: it would be left unchecked.
-
-    Known: type, enum, const, properties, required, additionalProperties (true or false), items, minItems, maxItems,
-    minLength, maxLength, minimum, maximum, and those that only describe.
-
-    >>> fits({"x": 1}, {"type": "object", "properties": {"x": {"type": "integer", "minimum": 2}}})
-    False
-    """
-    properties = schema.get("properties", {})
-    if not isinstance(properties, Mapping):
-        raise ValueError("schema: properties must be an object")
-    for name, nested in [*properties.items(), *([("items", schema["items"])] if "items" in schema else [])]:
-        if not isinstance(nested, Mapping):
-            raise ValueError(f"schema: {name} must be an object")
-        fits(None, nested)  # for its keywords, whatever the value has
-    unknown = sorted(schema.keys() - _CHECKS.keys() - _SILENT)
-    if unknown:
-        raise ValueError(f"schema: keywords that are not known: {', '.join(unknown)}")
-    # All of them, so that a keyword that makes no sense is refused whatever the value.
-    return all([_CHECKS[name](value, wanted, schema) for name, wanted in schema.items() if name in _CHECKS])
-
-
-def _type(value: object, wanted: Any, _: Mapping[str, Any]) -> bool:
-    kinds = [wanted] if isinstance(wanted, str) else wanted
-    if not isinstance(kinds, Sequence) or any(each not in _KINDS for each in kinds):
-        raise ValueError(f"schema: type: {wanted!r}")
-    return any(_is(value, each) for each in kinds)
-
-
-def _is(value: object, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    if kind == "integer" and isinstance(value, float):
-        return value.is_integer()
-    return isinstance(value, _KINDS[kind])
-
-
-def _additional(value: object, wanted: Any, schema: Mapping[str, Any]) -> bool:
-    if not isinstance(wanted, bool):
-        raise ValueError("schema: additionalProperties must be true or false")
-    return wanted or not isinstance(value, dict) or value.keys() <= schema.get("properties", {}).keys()
-
-
-def _equal(value: object, other: object) -> bool:
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _size(kind: type, holds: Callable[[int, int], bool]) -> Callable[[object, Any, Mapping[str, Any]], bool]:
-    return lambda value, wanted, _: not isinstance(value, kind) or holds(len(value), wanted)  # type: ignore[arg-type]
-
-
-def _bound_check(holds: Callable[[float, float], bool]) -> Callable[[object, Any, Mapping[str, Any]], bool]:
-    return lambda value, wanted, _: (
-        isinstance(value, bool) or not isinstance(value, int | float) or holds(value, wanted)
-    )
-
-
-_CHECKS: Mapping[str, Callable[[object, Any, Mapping[str, Any]], bool]] = {
-    "type": _type,
-    "enum": lambda value, wanted, _: any(_equal(value, each) for each in wanted),
-    "const": lambda value, wanted, _: _equal(value, wanted),
-    "properties": lambda value, wanted, _: (
-        not isinstance(value, dict) or all(fits(value[name], wanted[name]) for name in value.keys() & wanted.keys())
-    ),
-    "required": lambda value, wanted, _: not isinstance(value, dict) or all(name in value for name in wanted),
-    "additionalProperties": _additional,
-    "items": lambda value, wanted, _: not isinstance(value, list) or all(fits(each, wanted) for each in value),
-    "minItems": _size(list, lambda size, bound: size >= bound),
-    "maxItems": _size(list, lambda size, bound: size <= bound),
-    "minLength": _size(str, lambda size, bound: size >= bound),
-    "maxLength": _size(str, lambda size, bound: size <= bound),
-    "minimum": _bound_check(lambda number, bound: number >= bound),
-    "maximum": _bound_check(lambda number, bound: number <= bound),
-}
-
 
 _NUMBER = re.compile(r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?(?!\w)")
 
@@ -166,20 +76,20 @@ def numbers_in(text: str) -> list[float]:
     return [each for each in found if math.isfinite(each)]
 
 
-def json_format(schema: Mapping[str, Any] | None = None) -> Component:
-    """1 if the whole text is JSON, and fits the schema (`tuneloop.runner.rewards.components` says which keywords).
+def json_format() -> Component:
+    """1 if the whole text is JSON.
 
-    >>> json_format({"type": "object", "required": ["answer"]})(Reply(text='{"answer": 5}'))
+    >>> json_format()(Reply(text='{"answer": 5}'))
     1.0
     """
 
     def component(reply: Reply) -> float:
         try:
-            return float(fits(json.loads(reply.text), schema or {}))
+            json.loads(reply.text)
         except (ValueError, RecursionError):
             return 0.0
+        return 1.0
 
-    fits(None, schema or {})  # a schema that we cannot read is refused now, not at the first reply
     return component
 
 
@@ -356,3 +266,61 @@ def _expected_calls(reply: Reply, who: str) -> Sequence[ToolCall]:
     if not reply.expected_calls:
         raise ValueError(f"{who}: the reply says nothing of which calls were expected")
     return reply.expected_calls
+
+
+_ANSWER = re.compile(r"(?:\banswer\b(?:\s+is\b)?|答案)\s*[:=：]?\s*(?P<answer>[^\n]+)", re.IGNORECASE)  # noqa: RUF001
+_FORMAT = r"(?i)(?:\banswer\b|答案)\s*[:=：]"  # noqa: RUF001
+
+#: They count what is wrong, so a weight above 0 would reward it.
+_PENALTIES = frozenset({"steps_penalty", "invalid_tool", "exposed_penalty"})
+
+_NAMED: Mapping[str, Callable[[], Component]] = {
+    "correctness": lambda: _correct,
+    "steps_penalty": steps,
+    "format_bonus": lambda: matches(_FORMAT),
+    "correct_tool": tool_name,
+    "correct_args": tool_arguments,
+    "tool_success": tool_success,
+    "invalid_tool": invalid_tools,
+    "efficiency": efficiency,
+    "completion": lambda: fact("completion"),
+    "team_win": lambda: fact("team_win"),
+    "individual_survive": lambda: fact("individual_survive"),
+    "successfully_blame": lambda: fact("successfully_blame"),
+    "exposed_penalty": lambda: fact("exposed_penalty"),
+}
+
+
+def reward_function(
+    weights: Mapping[str, float],
+    *,
+    components: Mapping[str, Component] | None = None,
+    clip: tuple[float, float] | None = None,
+) -> Composite:
+    """The reward with these components, each known by its name, times these weights.
+
+    `components` are yours; one of the name of ours takes its place. Raises ValueError for a name that nobody knows,
+    a penalty with a weight above 0, and what a Composite refuses.
+
+    >>> reward = reward_function({"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5})
+    >>> reward(Reply(text="Answer: 12", expected=12, turns=5)).total
+    3.0
+    """
+    own = dict(components or {})
+    if unknown := sorted(weights.keys() - own.keys() - _NAMED.keys()):
+        raise ValueError(f"no component is called {unknown[0]}: these are known: {', '.join(_NAMED)}; give your own")
+    if unused := sorted(own.keys() - weights.keys()):
+        raise ValueError(f"component {unused[0]} has no weight")
+    if wrong := sorted(name for name in _PENALTIES & (weights.keys() - own.keys()) if weights[name] > 0):
+        raise ValueError(f"{wrong[0]} counts what is wrong: its weight must not be above 0")
+    return Composite({name: own.get(name) or _NAMED[name]() for name in weights}, weights=weights, clip=clip)
+
+
+def _correct(reply: Reply) -> float | None:
+    """1 if the reply's answer is `expected`: its last number, or else what follows "answer:", or else all of it."""
+    expected = str(reply.expected).strip().replace(",", "")
+    if reply.expected is not None and re.fullmatch(r"[-+]?\d+(?:\.\d+)?", expected):
+        return numeric()(reply)
+    found = [each["answer"].strip().rstrip(".") for each in _ANSWER.finditer(reply.text)]
+    answer = found[-1] if found else reply.text
+    return exact_match()(Reply(text=answer, expected=reply.expected))

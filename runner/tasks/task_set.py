@@ -4,14 +4,13 @@ import hashlib
 import json
 import math
 import os
-import random
 import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.logs.exchange import LoggedExchange, essence_of, json_lines
@@ -25,16 +24,6 @@ ExchangeFilter = Callable[[LoggedExchange], bool]
 def all_of(*filters: ExchangeFilter) -> ExchangeFilter:
     """Those that every filter keeps."""
     return lambda exchange: all(each(exchange) for each in filters)
-
-
-def any_of(*filters: ExchangeFilter) -> ExchangeFilter:
-    """Those that some filter keeps."""
-    return lambda exchange: any(each(exchange) for each in filters)
-
-
-def none_of(*filters: ExchangeFilter) -> ExchangeFilter:
-    """Those that no filter keeps."""
-    return lambda exchange: not any(each(exchange) for each in filters)
 
 
 def with_reward(least: float = float("-inf"), most: float = float("inf")) -> ExchangeFilter:
@@ -52,20 +41,10 @@ def by_model(*names: str) -> ExchangeFilter:
     return lambda exchange: exchange.model is not None and exchange.model.partition("@")[0] in names
 
 
-def by_user(*names: str) -> ExchangeFilter:
-    """Those of one of these users."""
-    return lambda exchange: exchange.user in names
-
-
 def asks(pattern: str) -> ExchangeFilter:
     """Those in whose last question the regular expression is found."""
     compiled = re.compile(pattern, re.IGNORECASE)
     return lambda exchange: compiled.search(_question(exchange)) is not None
-
-
-def question_length(least: int = 1, most: int = 100_000) -> ExchangeFilter:
-    """Those whose last question has so many characters."""
-    return lambda exchange: least <= len(_question(exchange)) <= most
 
 
 def turns(most: int) -> ExchangeFilter:
@@ -344,88 +323,26 @@ def _shingles(text: str) -> set[str]:
     return {text[at : at + _SHINGLE] for at in range(max(1, len(text) - _SHINGLE + 1))}
 
 
-T = TypeVar("T", ImportedTask, Mapping[str, Any], str)
-
-#: A task by its id, and the outcomes of its runs, the oldest first: True, or 1, where the task was solved.
-Outcomes = Mapping[str, Sequence[float]]
+#: One task in so many was never run, if there are such; of a task only so many outcomes count, for the model changes.
+_NEW_EVERY, _NEWEST = 5, 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskDifficulty:
-    """What is known of a task: `solved` of `runs`, and by these the mean of p and of p(1-p)."""
+def what_teaches_most(tasks: Sequence[ImportedTask], outcomes: Mapping[str, Sequence[float]]) -> list[ImportedTask]:
+    """The tasks, those first that are solved sometimes.
 
-    task_id: str
-    runs: int
-    solved: float
-    solve_rate: float
-    variance: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DifficultySelector:
-    """Orders tasks by what they teach. The outcomes are those of a model that changes, so only the `newest` count.
-
-    p has a Beta distribution with `prior` (solved and not solved, as if seen before). Of any 1 / `unseen` tasks in
-    the order one has never been run, while there are such. What is equal comes in an order by `seed`.
+    `outcomes` are those of a task's runs by its id, the oldest first, from 0 (not solved) to 1. The share p of solved
+    runs has a Beta distribution that begins with one run of each kind; its mean p(1-p) decides.
     """
 
-    prior: tuple[float, float] = (1.0, 1.0)
-    unseen: float = 0.2
-    newest: int = 32
-    seed: int = 0
+    def spread(task: ImportedTask) -> float:
+        runs = outcomes[task.task_id][-_NEWEST:]
+        a, b = 1 + sum(runs), 1 + len(runs) - sum(runs)
+        return a * b / ((a + b) * (a + b + 1))
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for what makes no sense."""
-        if min(self.prior) <= 0 or not 0 <= self.unseen <= 1 or self.newest < 1:
-            raise ValueError("prior must be above 0, unseen from 0 to 1, newest at least 1")
-
-    def order(self, tasks: Sequence[T], outcomes: Outcomes, *, count: int | None = None) -> list[T]:
-        """The tasks, or the first `count`, those that teach most first. A task is its id, or has a `task_id`."""
-        shuffled = list(tasks)
-        random.Random(self.seed).shuffle(shuffled)
-        known = [each for each in shuffled if outcomes.get(_id(each))]
-        fresh = [each for each in shuffled if not outcomes.get(_id(each))]
-        known.sort(key=lambda each: -self.measure(_id(each), outcomes).variance)
-        known, fresh, due, found = known[::-1], fresh[::-1], 0.0, []
-        while known or fresh:
-            due += self.unseen
-            if fresh and (due >= 1 or not known):
-                due = max(0.0, due - 1)
-                found.append(fresh.pop())
-            else:
-                found.append(known.pop())
-        return found[:count]
-
-    def measure(self, task_id: str, outcomes: Outcomes) -> TaskDifficulty:
-        """What is known of a task. Raises ValueError for an outcome that is not from 0 to 1."""
-        runs = list(outcomes.get(task_id, ()))[-self.newest :]
-        if wrong := [each for each in runs if not 0 <= each <= 1]:
-            raise ValueError(f"{task_id}: an outcome is from 0 (not solved) to 1, not {wrong[0]}")
-        solved = float(sum(runs))
-        a, b = self.prior[0] + solved, self.prior[1] + len(runs) - solved
-        variance = a * b / ((a + b) * (a + b + 1))
-        return TaskDifficulty(task_id=task_id, runs=len(runs), solved=solved, solve_rate=a / (a + b), variance=variance)
-
-
-def outcomes_of(rows: Iterable[Mapping[str, Any]], *, success: float = 0.5) -> dict[str, list[float]]:
-    """The outcomes by task in rows with a `task_id` and a `total_reward` or `reward`: solved from `success` on.
-
-    Rows are records of runs, or `tuneloop export --format experiences`, where of each run's replies the last counts.
-    Rows without a task or a reward say nothing.
-
-    >>> outcomes_of([{"task_id": "t", "run_id": "0", "reward": 1.0}, {"task_id": "t", "run_id": "1", "reward": 0.2}])
-    {'t': [1.0, 0.0]}
-    """
-    runs: dict[str, dict[object, float]] = defaultdict(dict)
-    for number, row in enumerate(rows):
-        reward, task_id = row.get("total_reward", row.get("reward")), row.get("task_id")
-        if task_id is not None and isinstance(reward, int | float) and not isinstance(reward, bool):
-            run_id = row.get("run_id")
-            runs[str(task_id)][number if run_id is None else str(run_id)] = float(reward >= success)
-    return {task_id: list(solved.values()) for task_id, solved in runs.items()}
-
-
-def _id(task: ImportedTask | Mapping[str, Any] | str) -> str:
-    if isinstance(task, str):
-        return task
-    return task.task_id if isinstance(task, ImportedTask) else str(task["task_id"])
+    known = sorted((each for each in reversed(tasks) if outcomes.get(each.task_id)), key=spread)
+    fresh = [each for each in reversed(tasks) if not outcomes.get(each.task_id)]
+    found: list[ImportedTask] = []
+    while known or fresh:
+        is_new = fresh and (not known or len(found) % _NEW_EVERY == _NEW_EVERY - 1)
+        found.append(fresh.pop() if is_new else known.pop())
+    return found

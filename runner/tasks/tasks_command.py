@@ -1,4 +1,4 @@
-"""The command `python -m tuneloop.runner tasks`: logs into a data set of tasks, more of few, and which come first."""
+"""The command `python -m tuneloop.runner tasks`: logs into a data set of tasks, and more of few."""
 
 import argparse
 import os
@@ -13,12 +13,11 @@ from tuneloop.runner.errors import JudgeError, LogRefused, ServiceRefused
 from tuneloop.runner.judging.endpoint import Endpoint
 from tuneloop.runner.judging.judge import Judge
 from tuneloop.runner.judging.rubric import Rubric
-from tuneloop.runner.logs.exchange import BrokenEntries, LoggedExchange, json_lines
+from tuneloop.runner.logs.exchange import BrokenEntries, LoggedExchange
 from tuneloop.runner.logs.request_logs import read_export, read_openai_jsonl, read_stored_completions
 from tuneloop.runner.logs.span_logs import read_otlp, read_studio
 from tuneloop.runner.tasks.augmentation import augment_tasks, learn_task_rubric, screen_tasks
 from tuneloop.runner.tasks.task_set import (
-    DifficultySelector,
     ExchangeFilter,
     ImportedTask,
     all_of,
@@ -27,7 +26,6 @@ from tuneloop.runner.tasks.task_set import (
     by_model,
     deduplicate,
     offers_tools,
-    outcomes_of,
     read_tasks,
     tasks_of,
     turns,
@@ -92,15 +90,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.8)
     _add_model(parser)
     parser.set_defaults(run=_augment)
-    parser = commands.add_parser("select", help="tasks in the order in which they teach most")
-    parser.add_argument("tasks", type=Path, help="a file of tasks")
-    parser.add_argument("--runs", type=Path, required=True, help="records of runs, or exported experiences, JSON lines")
-    parser.add_argument("--to", type=Path, required=True)
-    parser.add_argument("--count", type=int, help="so many tasks at most")
-    parser.add_argument("--success", type=float, default=0.5, help="the reward from which on a task is solved")
-    parser.add_argument("--unseen", type=float, default=0.2, help="the share of tasks that were never run")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.set_defaults(run=_select)
     return whole
 
 
@@ -191,15 +180,6 @@ def _augment(options: argparse.Namespace) -> None:
     summary = [f"{len(tasks)} tasks", f"{counts.asked} variations asked for", f"{counts.made} made"]
     summary += [f"{counts.invalid} invalid", f"{counts.duplicates} duplicates", f"{counts.missing} missing"]
     _say([*summary, f"{write_tasks(options.to, [*tasks, *more.tasks])} written to {options.to}"])
-
-
-def _select(options: argparse.Namespace) -> None:
-    tasks = list(read_tasks(options.tasks))
-    outcomes = outcomes_of((row for _, row in json_lines(options.runs)), success=options.success)
-    chosen = DifficultySelector(unseen=options.unseen, seed=options.seed).order(tasks, outcomes, count=options.count)
-    seen = sum(each.task_id in outcomes for each in tasks)
-    summary = [f"{len(tasks)} tasks", f"{seen} run before"]
-    _say([*summary, f"{write_tasks(options.to, chosen)} written to {options.to}"])
 
 
 def _say(parts: Iterable[str]) -> None:

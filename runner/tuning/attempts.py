@@ -305,7 +305,7 @@ class Attempts:
     async def _call_workflow(self, offered: Mapping[str, Any]) -> WorkflowOutput:
         try:
             held = partial(self._failures.note_held, "workflow", self._workflow)
-            output = await call_within(self._timeout_s, self._workflow, _matching(self._workflow, offered), held)
+            output = await call_within(self._timeout_s, self._workflow, matching(self._workflow, offered), held)
         except TimeoutError as error:
             raise RunFailed(FailureKind.WORKFLOW_HUNG, str(error), again=True) from error
         except Exception as error:
@@ -332,7 +332,7 @@ class Attempts:
         spent, held = 0, partial(self._failures.note_held, "judge", self._judge)
         while True:
             try:
-                verdict = await call_within(self._timeout_s, self._judge, _matching(self._judge, offered), held)
+                verdict = await call_within(self._timeout_s, self._judge, matching(self._judge, offered), held)
                 break
             except Exception as error:
                 if await self._was_away():
@@ -362,7 +362,7 @@ class Attempts:
         return True
 
 
-def _matching(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def matching(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Of what is offered, that which the function takes."""
     taken = inspect.signature(function).parameters
     return {name: value for name, value in offered.items() if name in taken}

@@ -4,12 +4,13 @@ import argparse
 import asyncio
 import importlib.util
 import inspect
+import io
 import json
 import logging
+import math
 import os
 import sys
 import traceback
-import unicodedata
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,29 +26,8 @@ from tuneloop.runner.models.bound_model import CallDefaults, CallsEndpoint, Mode
 from tuneloop.runner.models.run import Run, RunCalls, StoredCalls
 from tuneloop.runner.models.transport import close_connections
 from tuneloop.runner.tasks.dataset import DatasetConfig
+from tuneloop.runner.tuning.attempts import call_within, matching
 from tuneloop.runner.tuning.config import MAIN, check_judge_function, check_workflow_function
-
-#: Controls, marks that change the direction of text, lone surrogates, and separators that begin a line.
-_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-
-#: They join or part letters, in emoji too, and do nothing else.
-_JOINERS = "\u200c\u200d"
-
-
-def visible(text: str, encoding: str | None = "utf-8") -> str:
-    r"""The text with what commands a terminal, and what the encoding does not have, written as escapes.
-
-    >>> visible("fine\x1b[2J\r\nnext\tone\u202e"), visible("¿qué?", "ascii")
-    ('fine\\x1b[2J\nnext\tone\\u202e', '\\xbfqu\\xe9?')
-    """
-    shown = "".join(
-        each
-        if each in "\n\t" + _JOINERS or unicodedata.category(each) not in _HIDDEN
-        else each.encode("unicode_escape").decode()
-        for each in text.replace("\r\n", "\n")
-    )
-    return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
-
 
 _log = logging.getLogger("tuneloop.debug")
 
@@ -152,13 +132,13 @@ def debug_run(
 
     async def run() -> None:
         try:
-            output = await _call(workflow, offered)
+            output = await call_within(math.inf, workflow, matching(workflow, offered))
             plain = isinstance(output, int | float)
             report.response = None if plain else getattr(output, "response", output)
             reward = output if plain else getattr(output, "reward", None)
             report.metrics.update(getattr(output, "metrics", None) or {})
             if judge is not None:
-                verdict = await _call(judge, {**offered, "response": report.response})
+                verdict = await call_within(math.inf, judge, matching(judge, {**offered, "response": report.response}))
                 reward = verdict if isinstance(verdict, int | float) else verdict.reward
                 report.metrics.update(getattr(verdict, "metrics", None) or {})
             report.reward = None if reward is None else float(reward)
@@ -176,16 +156,6 @@ def debug_run(
         except (httpx.HTTPError, ValueError, LookupError) as error:
             _log.warning("the service does not say how many calls there were: %s", error)
     return report
-
-
-async def _call(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
-    taken = inspect.signature(function).parameters
-    arguments = {name: value for name, value in offered.items() if name in taken}
-    called = getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__ is async
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called):
-        return await function(**arguments)
-    returned = await asyncio.to_thread(function, **arguments)
-    return await returned if inspect.isawaitable(returned) else returned
 
 
 def load_function(place: str, beside: str | None = None) -> Callable[..., Any]:
@@ -348,4 +318,6 @@ def _name_of_served(bound: CallsEndpoint) -> str:
 
 
 def _print(report: DebugReport) -> None:
-    print(visible("\n".join(report.lines()), sys.stdout.encoding))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    print("\n".join(report.lines()))

@@ -2,7 +2,6 @@
 
 import doctest
 import importlib
-import json
 import math
 import pkgutil
 from typing import Any
@@ -16,10 +15,8 @@ from tuneloop.runner import Composite, Reply, ToolCall, ToolResult
 from tuneloop.runner.rewards.components import (
     contains,
     exact_match,
-    fits,
     game_reward,
     invalid_tools,
-    json_format,
     length,
     matches,
     math_reward,
@@ -192,48 +189,6 @@ def test_a_reply_is_read_from_a_completion() -> None:
     reply = Reply.of({"choices": [{"message": message}]}, {"messages": [], "tools": [SEARCH]})
     assert reply.tool_calls == (ToolCall("search", {"q": "invoice"}), ToolCall("x", None))
     assert (reply.text, reply.tools) == ("", ("search",))
-
-
-SHAPES: list[tuple[dict[str, Any], Any, bool]] = [
-    ({"type": "object", "required": ["a"]}, {"a": 1}, True),
-    ({"type": "object", "required": ["a"]}, {}, False),
-    ({"properties": {"a": {"type": "string"}}, "additionalProperties": False}, {"a": "x", "b": 1}, False),
-    ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 2}, [1, 2.0], True),
-    ({"type": "array", "items": {"type": "integer"}}, [1.5], False),
-    ({"type": "array", "maxItems": 1}, [1, 2], False),
-    ({"type": "integer"}, True, False),
-    ({"type": ["string", "null"]}, None, True),
-    ({"enum": [1, "x"]}, True, False),
-    ({"const": "x"}, "x", True),
-    ({"minimum": 1, "maximum": 2}, 3, False),
-    ({"minLength": 1, "maxLength": 2}, "abc", False),
-]
-
-
-@pytest.mark.parametrize(("schema", "value", "holds"), SHAPES)
-def test_shapes(schema: dict[str, Any], value: Any, holds: bool) -> None:
-    assert fits(value, schema) is holds
-    assert json_format(schema)(Reply(text=json.dumps(value))) == float(holds)
-
-
-@pytest.mark.parametrize("text", ["", "{", "x", "[" * 100_000, '```json\n{"a": 1}\n```'])
-def test_what_is_no_json_has_no_format(text: str) -> None:
-    assert json_format()(Reply(text=text)) == 0.0
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"patternProperties": {}},
-        {"type": "thing"},
-        {"properties": {"a": {"oneOf": []}}},
-        {"items": 5},
-        {"type": "string", "additionalProperties": {}},
-    ],
-)
-def test_a_schema_that_would_not_be_checked_is_refused_at_once(schema: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="schema"):
-        json_format(schema)
 
 
 def rewarded(body: dict[str, Any], rule: RewardRule) -> float | None:

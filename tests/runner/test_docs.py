@@ -31,13 +31,12 @@ def test_the_judge_is_used_as_the_page_says(tmp_path: Path, monkeypatch: pytest.
     names: dict[str, Any] = {}
     with judge_place() as double:
         two = verdict(5, 4, names="relevance accuracy")
-        double.says = [verdict(5, 3, 1), two, {"winner": "first"}, {"winner": "second"}, rubric]
+        double.says = [verdict(5, 3, 1), two, rubric]
         for block in blocks("judges.md"):
             exec(block.replace("http://localhost:8000", double.url), names)  # noqa: S102
         names["judge"].close()
     assert names["verdict"].total == 3.0
     assert names["evaluation"] == {"relevance": 5.0, "accuracy": 4.0, "total": 4.5}
-    assert names["preference"].winner == "a"
     assert dict(names["strict"].criteria) == {"helpful": "Does it help?"}
 
 

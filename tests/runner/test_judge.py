@@ -388,39 +388,6 @@ async def test_one_failed_sample_is_a_failed_verdict(double: JudgeDouble) -> Non
     await judge.close_async()
 
 
-def likes(words: str) -> Any:
-    """A judge that prefers the reply with these words."""
-
-    def says(asked: dict[str, Any]) -> dict[str, str]:
-        first = shown(asked).split("<first-")[1].split("</first-")[0]
-        return {"reason": "x", "winner": "first" if words in first else "second"}
-
-    return says
-
-
-async def test_of_two_replies_the_better_one_is_found_in_both_orders(judge: Judge, double: JudgeDouble) -> None:
-    double.says = [likes("pandas")]
-    other = Reply(text="No idea.", messages=REPLY.messages)
-    found = await asyncio.to_thread(judge.compare, REPLY, other)
-    assert (found.winner, found.consistent, found.prompt_tokens) == ("a", True, 200)
-    assert (await judge.compare_async(other, REPLY)).winner == "b"
-    await judge.close_async()
-
-
-def test_a_judge_that_only_likes_the_first_has_no_preference(judge: Judge, double: JudgeDouble) -> None:
-    double.says = [{"winner": "first"}]
-    found = judge.compare(REPLY, Reply(text="No idea."))
-    assert (found.winner, found.consistent) == ("tie", False)
-    double.says = [{"winner": "tie"}]
-    assert judge.compare(REPLY, REPLY).consistent
-    double.says = [{"winner": "both"}]
-    with pytest.raises(JudgeFailed):
-        judge.compare(REPLY, REPLY)
-    double.says = [{"winner": ["first"]}]
-    with pytest.raises(JudgeFailed):
-        judge.compare(REPLY, REPLY)
-
-
 EXAMPLE = Example(prompt="Where is my parcel?", good="On its way, here is the link.", bad="No idea.")
 
 

@@ -67,8 +67,7 @@ from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor, Critic
 from tuneloop.trainer.models.optimizer import Room
 from tuneloop.trainer.models.ulysses import require_divisible
-from tuneloop.trainer.orders import LoadOrder, StateOrder, WeightsOrder
-from tuneloop.trainer.parallel import ALONE, Ranks, gather, local_part
+from tuneloop.trainer.parallel import ALONE, LoadOrder, Ranks, StateOrder, WeightsOrder, gather, local_part
 from tuneloop.trainer.transfer import bring_back
 
 #: Bytes that are written before they are brought to disk. A disk of 500 MB/s takes a thirtieth of a second for them.
@@ -295,10 +294,6 @@ def resume(
     if page.critic_loss is not None:
         if state and (state / CRITIC).exists():  # A version that another method trained has none: it is learnt anew.
             kept_critic = state / CRITIC
-            if settings.model.lora.rank and not (kept_critic / ADAPTER_CONFIG).exists():
-                reason = "that of the checkpoint, of an older release, is a whole model; now it is an adapter"
-                _log.warning("critic_begins_anew", folder=kept_critic.parent.name, reason=reason)
-                kept_critic = None
         critic = actor.critic(settings, kept_critic or base, ranks)
     if page.asks(settings.algorithm).reference:
         reference = actor.reference(settings, ranks)

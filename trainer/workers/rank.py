@@ -16,8 +16,16 @@ from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import MicroBatch, checkpoint_activations, fit_to_memory, must_shard
 from tuneloop.trainer.models.model import device_of
 from tuneloop.trainer.models.room import room_for_weights
-from tuneloop.trainer.orders import EndOrder, GatherOrder, LoadOrder, StateOrder, StepOrder, WeightsOrder
-from tuneloop.trainer.parallel import JoinedRanks, gathered_on_rank_0
+from tuneloop.trainer.parallel import (
+    EndOrder,
+    GatherOrder,
+    JoinedRanks,
+    LoadOrder,
+    StateOrder,
+    StepOrder,
+    WeightsOrder,
+    gathered_on_rank_0,
+)
 from tuneloop.trainer.stop import Stop
 
 _log = structlog.get_logger()

@@ -53,7 +53,7 @@ def test_all_parts_of_a_score_that_is_refused_are_set_aside(
         assert feedback.flush(30)
         if again:  # as after a kill between the file and the note that it was sent
             for each in feedback.refusals():
-                feedback._line.sender.outbox.set_aside(each.entry, each.reason)  # type: ignore[union-attr]
+                feedback._sender.outbox.set_aside(each.entry, each.reason)  # type: ignore[union-attr]
         aside = feedback.refusals()
         assert feedback.refused == 4
         service.answer = taken

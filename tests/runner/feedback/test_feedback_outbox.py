@@ -5,7 +5,6 @@ import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -34,7 +33,7 @@ def rewards(service: FeedbackService) -> list[float]:
 def stop(feedback: Feedback) -> None:
     """End it while something waits, as the end of its process does."""
     feedback.close(0)
-    thread = feedback._line.sender._thread  # type: ignore[union-attr]
+    thread = feedback._sender._thread  # type: ignore[union-attr]
     eventually(lambda: thread is None or not thread.is_alive())
 
 
@@ -167,7 +166,7 @@ def test_the_bound_is_of_all_processes_together(service: FeedbackService, tmp_pa
     service.answer = away
     with Feedback(service.url, outbox=tmp_path) as one, Feedback(service.url, outbox=tmp_path, max_bytes=300) as two:
         one.comment("a", "x" * 1000)
-        eventually(lambda: two._line.sender.outbox._others_bytes > 1000)  # type: ignore[union-attr]
+        eventually(lambda: two._sender.outbox._others_bytes > 1000)  # type: ignore[union-attr]
         with pytest.raises(OutboxFull):
             two.reward("a", 1)
         stop(one)
@@ -179,7 +178,7 @@ def test_a_full_disk_says_so(service: FeedbackService, tmp_path: Path) -> None:
         feedback.reward("a", 1)
         assert feedback.flush(30)
         full = os.open("/dev/full", os.O_RDWR)
-        file = feedback._line.sender.outbox._outbox._open  # type: ignore[union-attr]
+        file = feedback._sender.outbox._outbox._open  # type: ignore[union-attr]
         os.dup2(full, file._descriptor)  # type: ignore[union-attr]
         os.close(full)
         with pytest.raises(OutboxFull, match="No space"):
@@ -231,24 +230,6 @@ def test_a_damaged_record_costs_itself_alone_and_stays_to_be_looked_at(
     assert kept == path.with_name(f"{path.stem}.{offset}.damaged")
     assert f"{len(found)} bytes of {path} from byte {offset} on are damaged" in caplog.text
     assert kept.stat().st_mode & 0o077 == 0
-
-
-def test_what_an_older_version_left_is_sent(
-    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    entries = [{"msg_ids": ["a"], "reward": value, "idempotency_key": str(value)} for value in (1.0, 2.0)]
-    lines = [json.dumps([entry]).encode() for entry in entries]
-    folder = tmp_path / service.url.replace("://", "-").replace(":", "-")
-    folder.mkdir()
-    (folder / "1-1-a.outbox").write_bytes(
-        b"".join(b"%08x %s\n" % (zlib.crc32(line), line) for line in lines) + b"damaged"
-    )
-    (folder / "1-1-a.outbox.sent").write_bytes(b"%020d\n" % 0)
-    with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
-        assert feedback.flush(30)
-    assert rewards(service) == [1, 2]
-    assert files(tmp_path) == []
-    assert caplog.text.count("feedback is lost") == 1
 
 
 def test_what_was_sent_leaves_the_disk_while_more_is_said(
@@ -313,7 +294,7 @@ def test_a_file_that_cannot_be_taken_over_stops_nothing(
     service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR), Feedback(service.url, outbox=tmp_path) as feedback:
-        folder = feedback._line.sender.outbox.folder  # type: ignore[union-attr]
+        folder = feedback._sender.outbox.folder  # type: ignore[union-attr]
         (folder / "00000000000000000001-aaaaaaaa-0123456789abcdef.records").mkdir()
         other = Outbox(folder, 1000)
         other.append([b"no JSON"])

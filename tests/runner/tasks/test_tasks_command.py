@@ -145,15 +145,6 @@ def test_tasks_are_augmented(run: Run, tmp_path: Path) -> None:
     assert [each.get("provenance", {}).get("parent") for each in rows(tmp_path / "more")] == [None, "a"]
 
 
-def test_tasks_are_selected(run: Run, tmp_path: Path) -> None:
-    tasks = write_lines(tmp_path / "t.jsonl", [{"task_id": each, "question": each} for each in "abc"])
-    outcomes = [("a", 1.0), ("a", 1.0), ("b", 0.0), ("b", 1.0)]
-    runs = write_lines(tmp_path / "r.jsonl", [{"task_id": task, "total_reward": reward} for task, reward in outcomes])
-    options = ["--unseen", "0", "--count", "2"]
-    assert run("select", tasks, "--runs", runs, "--to", tmp_path / "s", *options)[0] == 0
-    assert [each["task_id"] for each in rows(tmp_path / "s")] == ["b", "a"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

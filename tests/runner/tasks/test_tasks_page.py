@@ -22,13 +22,14 @@ def blocks(language: str) -> list[str]:
 
 def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_lines(Path("log.jsonl"), [{"messages": [USER, ANSWER], "reward": 1.0}])
+    again = [{"role": "user", "content": "May I send the order of shoes back?"}, ANSWER]
+    write_lines(Path("log.jsonl"), [{"messages": each, "reward": 1.0} for each in ([USER, ANSWER], again)])
     names: dict[str, Any] = {}
     with judge_place() as double:
         double.says = [{"tasks": [{"question": "When does order 7 come?"}]}]
         for block in blocks("python"):
             exec(block.replace("http://localhost:8000", double.url), names)  # noqa: S102 - our own page
-    assert [task.answer for task in names["few"]] == ["On its way."]
+    assert [task.answer for task in names["few"]] == ["On its way."] * 2
     assert [task.provenance["parent"] for task in names["more"].tasks] == [names["few"][0].task_id]
 
 
@@ -39,17 +40,14 @@ def test_its_commands_are_understood() -> None:
         for line in block.replace("\\\n", " ").splitlines()
         if line.startswith("python -m tuneloop.runner tasks")
     ]
-    assert len(commands) == 4
+    assert len(commands) == 3
     for command in commands:
         make_parser().parse_args(command[4:])
 
 
-def test_the_commands_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_lines(tmp_path / "t.jsonl", [{"task_id": "a", "question": "2+2?"}])
-    write_lines(tmp_path / "r.jsonl", [{"task_id": "a", "reward": 1.0}])
-    files = ["--runs", str(tmp_path / "r.jsonl"), "--to", str(tmp_path / "s.jsonl")]
-    assert run_command(["tasks", "select", str(tmp_path / "t.jsonl"), *files]) == 0
-    assert "1 tasks, 1 run before" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        run_command(["shadow", "--help"])
-    assert ended.value.code == 0
+def test_the_commands_are_found(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, option in (("tasks", "import"), ("shadow", "--reward")):
+        with pytest.raises(SystemExit) as ended:
+            run_command([name, "--help"])
+        assert ended.value.code == 0
+        assert option in capsys.readouterr().out

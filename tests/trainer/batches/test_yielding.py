@@ -9,8 +9,7 @@ from threading import Event
 from tests.trainer.factories import sample
 from tuneloop.shared.job_marks import TRAFFIC_S, touch_traffic
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.micro_batch import MicroBatch
-from tuneloop.trainer.yielding import QUIET_S
+from tuneloop.trainer.micro_batch import QUIET_S, MicroBatch
 
 ROWS = [sample(number) for number in range(8)]
 

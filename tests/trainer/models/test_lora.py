@@ -1,16 +1,14 @@
 """An adapter is trained instead of the weights, and any tool that knows peft finds what was trained."""
 
 import json
-import shutil
 
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.factories import commit, masters_of, moments_of, sample
+from tests.trainer.factories import commit, masters_of, sample
 from tuneloop.shared.capacity.memory import reckon
 from tuneloop.shared.capacity.model_shape import read_shape
 from tuneloop.shared.checkpoints import CheckpointStore, read_manifest
@@ -92,30 +90,6 @@ def test_a_step_of_one_does_not_move_the_other(adapted, name):
     for which, model in (("actor", learner.actor.network), ("critic", learner.critic)):
         moved = [not torch.equal(one, other) for one, other in zip(model.parameters(), before[which], strict=True)]
         assert sum(moved) == (len(masters_of(optimizer)) if which == name else 0)
-
-
-def test_a_critic_of_an_older_release_which_is_a_whole_model_begins_anew_and_nothing_else(
-    adapted, settings, base, tmp_path
-):
-    learner, older = snapshot.load(adapted(), None), snapshot.load(settings(), None)
-    for each, name in ((learner, "adapted"), (older, "whole")):
-        each.step(BATCHES[0])
-        snapshot.save(each, tmp_path / name, base=base)
-    for part in ("critic", "trainer_state/critic.safetensors"):
-        shutil.rmtree(tmp_path / "adapted" / part, ignore_errors=True)
-        (tmp_path / "whole" / part).replace(tmp_path / "adapted" / part)
-    with capture_logs() as logs:
-        resumed = snapshot.load(adapted(), tmp_path / "adapted")
-    [told] = [each for each in logs if each["log_level"] == "warning"]
-    assert (told["event"], told["folder"]) == ("critic_begins_anew", "adapted")
-    assert {name: each.updates for name, each in resumed.optimizers.items()} == {"actor": 2, "critic": 0}
-    assert resumed.steps == 1
-    assert resumed.logprobs(list(range(40, 60))) == learner.logprobs(list(range(40, 60)))
-    ours, theirs = (moments_of(each.optimizers["actor"]) for each in (resumed, learner))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(each, theirs[name]) for name, each in ours.items())
-    assert resumed.step(BATCHES[1])["critic/values/mean"] == 0
-    assert resumed.optimizers["critic"].updates == 2
 
 
 def test_a_new_adapter_changes_nothing_and_the_reference_stays_there(adapted, settings):

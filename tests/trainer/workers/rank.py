@@ -30,8 +30,7 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.model import Actor, is_checkpointing
-from tuneloop.trainer.orders import EndOrder
-from tuneloop.trainer.parallel import JoinedRanks, Ranks
+from tuneloop.trainer.parallel import EndOrder, JoinedRanks, Ranks
 from tuneloop.trainer.rendezvous import environment_of
 from tuneloop.trainer.workers.rank import follow
 

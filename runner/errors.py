@@ -6,10 +6,7 @@ from typing import Any
 
 
 class JudgeError(Exception):
-    """The root: there is no verdict, and no number stands in for one.
-
-    `reason` may be logged anywhere; what follows it in the message quotes the judge, who may quote what it judges.
-    """
+    """There is no verdict. `reason` may be logged anywhere; what follows it in the message quotes the judge."""
 
     def __init__(self, reason: str, quote: str = "") -> None:
         line = " ".join(quote.split())

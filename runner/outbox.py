@@ -136,10 +136,7 @@ class Outbox:
         self._is_writing = False
 
     def append(self, payloads: Sequence[bytes]) -> Place:
-        """Return when all payloads are on disk, with the place of the last one.
-
-        Raises OSError: then none of them stays in the outbox. A reader may have read them before they were refused.
-        """
+        """Return when all payloads are on disk, with the last one's place. Raises OSError: then none of them stays."""
         done, group = Future[Place](), list[tuple[Sequence[bytes], Future[Place]]]()
         with self._changed:
             self._waiting.append((payloads, done))

@@ -25,10 +25,7 @@ def make_private_folder(path: Path, *, exist_ok: bool = False) -> None:
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a file that is its owner's alone, as JSON lines. They are on disk when this returns.
-
-    A last line that was cut off is as if it had never been written. Raises OSError, and has written nothing then.
-    """
+    """Append JSON lines to a file that is its owner's alone. Raises OSError, and has written nothing then."""
     lines = b"".join(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n" for row in rows)
     with open(path, "ab+", buffering=0, opener=private_opener) as file:
         with suppress(ImportError):  # Windows

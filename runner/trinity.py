@@ -150,10 +150,7 @@ def names_tasks(values: Mapping[str, Any]) -> bool:
 
 
 def translate(values: dict[str, Any], *, tasks: bool) -> tuple[list[str], list[tuple[str, str]]]:
-    """Write Trinity's options by our names, where there is such an option; `tasks`: the file names some.
-
-    Returns those without effect, and those that cannot be followed, with a sentence.
-    """
+    """Write Trinity's options by our names; `tasks`: the file names some. Returns those without effect, problems."""
     reading = _Translation(values, tasks=tasks)
     reading.batches()
     reading.intervals()

@@ -90,10 +90,7 @@ class GpuTurns:
         _log.info("gpu_turn_over", seconds=round(time.monotonic() - self._began, 3), left=gigabytes(left))
 
     def end_if_over(self, learner: Learner, *, publishes: bool) -> None:
-        """The same, if the turn has lasted as long as it may, and the engine waits.
-
-        Twice as long if the next thing that it `publishes` waits for the one before it to be written.
-        """
+        """End the turn if it has lasted as long as it may, twice that before a publication, and the engine waits."""
         if self._locks is None or self._turn_s is None or not self._is_ours:
             return
         most = 2 * self._turn_s if publishes else self._turn_s

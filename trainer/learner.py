@@ -220,10 +220,7 @@ class Learner:
         return self.ranks.add_up_numbers({"actor/mix_loss": loss})
 
     def _update(self, batch: Batch, targets: Targets, beside: Sequence[Sample] = ()) -> Metrics:
-        """One update. Gradients that memory runs out for are made again, in smaller pieces: it does not matter how.
-
-        Rows `beside` the batch are imitated in it.
-        """
+        """One update, in which rows `beside` are imitated. Gradients without room are made again, in pieces."""
         while True:
             try:
                 metrics = self.forward_backward(batch, targets)
@@ -354,10 +351,7 @@ def recompute(learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list
 
 @torch.no_grad()
 def held_out_loss(learner: Learner, samples: Sequence[Sample]) -> tuple[float, int]:
-    """The method's loss over these samples, of which nothing is learnt, and how many tokens or pairs it is the mean of.
-
-    On this rank, of a method without a critic.
-    """
+    """On this rank, the method's loss over these samples, and how many tokens or pairs it is the mean of."""
     sequences = assemble(samples, merge=not learner._asks.by_reply)
     batch, baselines = _collate(sequences, tempered=learner._asks.tempered), learner.baselines
     targets, _ = learner._targets(sequences, batch)

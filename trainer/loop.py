@@ -61,10 +61,7 @@ _NOTICE_S = 0.1
 
 
 def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
-    """Train until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if another takes over.
-
-    Of several ranks it is run by rank 0; the others follow (trainer/workers/rank.py).
-    """
+    """Train, as rank 0, until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if overtaken."""
     device_of(settings)
     require_folders(settings)
     settings = fit_to_memory(settings)
@@ -94,10 +91,7 @@ def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
 
 
 def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
-    """Bring the database up to date; False if told to stop first.
-
-    Where this experiment was trained before, a database that is away is waited for; a first start is refused without.
-    """
+    """Bring the database up to date, waiting for it unless this is a first start; False if told to stop first."""
     require_restored(settings.job_dir)
     trained_before = (settings.tensorboard_dir / RUN).exists()
     while not stop.is_set():
@@ -251,10 +245,7 @@ class TrainingLoop:
             self._publish()
 
     def _find_ready(self) -> list[WaitingRows]:
-        """The policies that have a batch waiting, as far as numbers tell; none where there is but one policy.
-
-        A policy that trains and was deleted is left.
-        """
+        """The policies that have a batch waiting; none where there is but one policy. A deleted one is left."""
         found = self._ledger.training.waiting(self._policies.largest_batch)
         if any(each.job for each in found) and self._file_jobs.feed(found, self._now):
             found = self._ledger.training.waiting(self._policies.largest_batch)

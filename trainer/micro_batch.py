@@ -204,10 +204,7 @@ class MicroBatch:
             self._shrink(ref(learner))
 
     def take_less(self, learner: Learner, samples: Sequence[Sample]) -> None:
-        """Remember, before all ranks start again, to take less memory than these samples took.
-
-        Raises EnvironmentRefused where nothing smaller can be told.
-        """
+        """Remember, before all ranks start again, to take less memory than these samples. Raises EnvironmentRefused."""
         self._samples = samples
         if self._settings.trainer.activation_checkpointing is None and checkpoint_activations(learner):
             self._is_checkpointing = True
@@ -216,10 +213,7 @@ class MicroBatch:
             self._halve()
 
     def rehearse(self, learner: Learner) -> None:
-        """Make the passes of a step of made-up rows, and no update: for the first step all is compiled then.
-
-        Nothing of the learner has changed afterwards. Not for several ranks, nor where a teacher would be asked.
-        """
+        """Make the passes of a step of made-up rows, and no update: for the first step all is compiled then."""
         algorithm, started = self._settings.algorithm, time.perf_counter()
         if learner.ranks.size > 1 or ALGORITHMS[algorithm.algorithm_type].asks(algorithm).teacher:
             return

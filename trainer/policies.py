@@ -67,10 +67,7 @@ _log = structlog.get_logger()
 
 
 class PolicyTurns:
-    """A turn is a version. In a round each policy that has a batch has one, so that none waits for ever.
-
-    Among those that have had none in the round, the one whose oldest row has waited longest is next.
-    """
+    """A turn is a version; in a round each policy that has a batch has one, the longest waiting row first."""
 
     def __init__(self) -> None:
         #: Those that have had one in the round, the last of them last.
@@ -268,10 +265,7 @@ class PolicyTraining:
     curves: CurveWriter
 
     def __init__(self, policy: Policy, settings: Settings, parts: SharedParts, job: Job | None = None) -> None:
-        """`settings` are the policy's, `job` is what has its rows taken from a file.
-
-        Raises EnvironmentRefused for what they name and cannot be used.
-        """
+        """`job` is what has its rows taken from a file. Raises EnvironmentRefused for settings that cannot be used."""
         self.policy, self.settings, self._parts, self.job = policy, settings, parts, job
         #: What the last step said.
         self.learnt: Metrics = {}
@@ -332,10 +326,7 @@ class PolicyTraining:
         _log.info("trainer_ready", version=version, step=step, epoch=self._parts.epoch, **named)
 
     def _find_start(self, newest: Version) -> Path | None:
-        """The weights that its training holds on to: the newest that came into its line from elsewhere; None: the base.
-
-        Those are its parent's, or what was promoted into it: the model that a file was learnt by, say.
-        """
+        """The weights that its training holds on to: the newest that came into its line; None: the base."""
         line = [each for each in self.ledger.versions.now().versions if each.version <= newest.version]
         came = [each for each in line if not each.consumed and each.state in SERVABLE]
         if not came or came[-1].is_base or not self.settings.model.lora.rank:

@@ -52,10 +52,7 @@ def share_of(hits: int, count: int) -> Estimated | None:
 
 
 def mean_of(values: Sequence[float], *, shares: bool = False) -> Estimated | None:
-    """A mean, with Student's interval; None of nothing.
-
-    `shares`: no value can be below 0 or above 1, so the interval ends there; where all are 0 or 1 it is Wilson's.
-    """
+    """A mean, with Student's interval; None of nothing. `shares`: within 0 and 1, and Wilson's where all are 0 or 1."""
     if not values:
         return None
     if shares and all(value in (0.0, 1.0) for value in values):
@@ -68,10 +65,7 @@ def mean_of(values: Sequence[float], *, shares: bool = False) -> Estimated | Non
 
 
 def difference_of(a: Sequence[float], b: Sequence[float], *, shares: bool = False) -> Estimated | None:
-    """The mean of `b` less that of `a`, with Welch's interval; None if either is empty. `count` is the fewer.
-
-    `shares`: as in `mean_of`, of both.
-    """
+    """The mean of `b` less that of `a`, with Welch's interval; None if either is empty. `shares`: as in `mean_of`."""
     if not a or not b:
         return None
     difference, count = fmean(b) - fmean(a), min(len(a), len(b))
@@ -206,10 +200,7 @@ class ABTest:
             self._is_over, self.share_b = True, share if side == "b" else 1 - share
 
     def record(self, key: str, **metrics: float) -> None:
-        """What was measured of a key, such as reward=1.0; again, the mean counts. Raises ValueError for NaN.
-
-        After `switch_traffic` nothing counts any more.
-        """
+        """What was measured of a key, such as reward=1.0; again, the mean counts. Raises ValueError for NaN."""
         if wrong := [name for name, value in metrics.items() if value != value]:
             raise ValueError(f"{wrong[0]} is not a number")
         with self._lock:
@@ -234,10 +225,7 @@ class ABTest:
     def run(
         self, tasks: Mapping[str, Any], measure: Callable[[str, Any], float | Mapping[str, float]], *, at_once: int = 4
     ) -> ABReport:
-        """Measure each task, by its key, with its version: `measure(model, task)` is its reward, or its metrics.
-
-        A task that raises an Exception is counted as a failure of its version, and has no reward.
-        """
+        """Measure each task, by its key: `measure(model, task)` is its reward, or metrics; raising is a failure."""
 
         def run_one(item: tuple[str, Any]) -> None:
             key, task = item

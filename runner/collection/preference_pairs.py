@@ -114,10 +114,7 @@ class HumanPreferenceCollector:
         return arrange(turns[0], answers[0], answers[1], seed=self._seed)
 
     def record(self, pair: BlindPair, choice: PairChoice) -> HumanPreference:
-        """What somebody has chosen. A preference is sent to the service, where training by dpo finds it.
-
-        Sent twice, it counts once. Raises ValueError for a choice that there is not.
-        """
+        """Send what somebody has chosen to the service, once: training by dpo finds it. Raises ValueError."""
         if choice not in CHOICES:
             raise ValueError(f"choice: {choice!r} is none of {', '.join(CHOICES)}")
         made = HumanPreference(pair_id=pair.pair_id, choice=choice, source=self._source)

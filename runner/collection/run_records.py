@@ -426,10 +426,7 @@ def records_of_export(path: Path) -> Iterator[RunRecord]:
 def records_of_service(
     url: str, *, task_id: str | None = None, run_id: str | None = None, api_key: str | None = None
 ) -> Iterator[RunRecord]:
-    """The runs in the stored completions of a service, by the metadata of their requests. Without rewards.
-
-    `task_id` and `run_id` keep those of just that task and run. Raises ServiceRefused.
-    """
+    """The runs in the stored completions of a service, by their requests' metadata. Raises ServiceRefused."""
     labels = {"task_id": task_id, "run_id": run_id}
     metadata = {name: value for name, value in labels.items() if value is not None}
     return _records(read_stored_completions(url, api_key=api_key, metadata=metadata))

@@ -55,10 +55,7 @@ class VersionsClient:
         return self._in_state("canary")
 
     def canary_share(self, version: int | None = None) -> float | None:
-        """The share of the traffic that a version is, or was last, tried on; None if it never was.
-
-        Which share versions to come are tried on the settings say (`rollout.share`).
-        """
+        """The share of the traffic that a version is, or was last, tried on; None if it never was."""
         tried = self.canary() if version is None else version
         if tried is None:
             return None

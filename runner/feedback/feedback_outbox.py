@@ -51,10 +51,7 @@ class RefusedEntry:
 
 
 class FeedbackOutbox:
-    """Takes entries, and hands them out in their order until they are noted as sent.
-
-    What processes that ended have left there comes first. At most `max_bytes` wait, all processes' together.
-    """
+    """Takes entries, and hands them out in their order, those of ended processes first, until they are sent."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self._max_bytes = folder, max_bytes

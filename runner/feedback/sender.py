@@ -61,10 +61,7 @@ ServiceAnswer = Taken | Rejected | NotNow
 
 
 def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> ServiceAnswer:
-    """What became of entries that were sent.
-
-    An error in words that are not the service's, such as a 404 of a server that stands before it, says nothing of them.
-    """
+    """What became of entries that were sent. An error in other words than the service's says nothing of them."""
     if not isinstance(response, httpx.Response):
         return NotNow(f"the service does not answer: {response!r}")
     answer = _object(response)
@@ -152,10 +149,7 @@ class Sender:
                 self._thread.start()
 
     def flush(self, timeout: float) -> bool:
-        """Try at once to send what waits, for so many seconds; whether nothing waits any more.
-
-        What processes that have ended left in the folder waits, too: it has been looked for when this returns.
-        """
+        """Try at once to send what waits, also of ended processes, for so many seconds; whether nothing waits."""
         with self._changed:
             self._hurry = True
             self._changed.notify_all()

@@ -189,10 +189,7 @@ class Endpoint:
 
 
 def _unknown_field(response: httpx.Response, body: Mapping[str, Any]) -> str | None:
-    """The field of ours that the endpoint does not take, to be asked again without; None: that is not what is wrong.
-
-    Only `response_format` is tried without being named, for servers refuse it in many words.
-    """
+    """The field of ours that the endpoint does not take. Only `response_format` is tried without being named."""
     if response.status_code not in {400, 422, 501}:
         return None
     # Not the whole text: what is quoted at its end may be anybody's words.

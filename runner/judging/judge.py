@@ -36,11 +36,7 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Judge:
-    """A model that judges, behind an OpenAI-compatible endpoint (see `Endpoint`).
-
-    `criteria`, `weights` and `scale` are a rubric's; `samples` is how often a reply is judged. With more than one, give
-    a `temperature` above 0.
-    """
+    """A model that judges, behind an Endpoint, by a rubric. More `samples` than one need a `temperature` above 0."""
 
     base_url: str
     model: str
@@ -137,10 +133,7 @@ _TOTAL = "total"
 
 
 class LLMJudge:
-    """A model that scores a response by criteria. `rules` are further arguments of a Judge, such as `samples`.
-
-    Without `base_url` and `api_key` it is asked where OPENAI_BASE_URL and OPENAI_API_KEY say.
-    """
+    """Scores a response by criteria, where OPENAI_BASE_URL says by default. `rules` are arguments of a Judge."""
 
     def __init__(
         self,
@@ -162,10 +155,7 @@ class LLMJudge:
         self.judge = Judge(base_url=url, model=model, api_key=key, criteria=named, **rules)
 
     def evaluate(self, user_input: str, agent_response: str) -> dict[str, float]:
-        """The score of each criterion, and their weighted mean as `total`; 1 to 5 unless the scale is another.
-
-        Raises JudgeFailed if there is no usable verdict, JudgeAway if the judge is not there.
-        """
+        """The score of each criterion, and their weighted mean as `total`. Raises JudgeFailed, JudgeAway."""
         return _by_name(self.judge.score(_reply(user_input, agent_response)))
 
     async def evaluate_async(self, user_input: str, agent_response: str) -> dict[str, float]:

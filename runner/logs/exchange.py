@@ -93,10 +93,7 @@ class LoggedExchange:
 
 
 def json_lines(path: Path, broken: BrokenEntries | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with one a line, each with its line's number, in UTF-8, or in UTF-16 if the file says so.
-
-    A line that is none is put to `broken`; without that, and for a file that cannot be read, it raises LogRefused.
-    """
+    """The objects of a file with one a line, each with its line's number. Without `broken` it raises LogRefused."""
     unread = broken if broken is not None else BrokenEntries(strict=True)
     try:
         # Bytes that are no text are kept as surrogates, so that they spoil their line only.
@@ -206,10 +203,7 @@ def essence_of(messages: Sequence[ChatMessage]) -> list[str]:
 
 
 def merge_calls(exchanges: Iterable[LoggedExchange]) -> list[tuple[ChatMessage, ...]]:
-    """The conversations in the calls of a run, the longest first: one that another begins with is part of that.
-
-    Calls that continue nothing, such as another agent's, are conversations of their own.
-    """
+    """The conversations in the calls of a run, the longest first: one that another begins with is part of that."""
     found: list[tuple[list[str], tuple[ChatMessage, ...]]] = []
     for transcript in sorted((each.transcript for each in exchanges), key=len, reverse=True):
         essence = essence_of(transcript)

@@ -54,10 +54,7 @@ class GenAiSpan:
 
 
 def exchange_of_span(span: GenAiSpan, *, source: str, place: str) -> LoggedExchange | None:
-    """The exchange that a chat span tells of; None for other spans, and for one that was told no messages to keep.
-
-    Raises one of UNREADABLE for a chat of which what is told cannot be read, or is not whole.
-    """
+    """The exchange that a chat span tells of; None for other spans. Raises one of UNREADABLE."""
     kind = span.attributes.get("gen_ai.operation.name")
     if kind not in _CHATS:
         if span.dropped and kind is None and any(name.startswith("gen_ai.") for name in span.attributes):
@@ -210,11 +207,7 @@ _WHOLE = frozenset({"agentscope.function.input", "agentscope.function.output", "
 
 
 def read_otlp(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
-    """The chats in a file of OTLP as JSON: one object, or one a line, as the collector's file exporter writes them.
-
-    Events may be log records of the same file, which name their span. An opt-out of any span holds for its trace. What
-    is neither, and a span that cannot be read, is put to `broken`; without that it raises LogRefused.
-    """
+    """The chats in a file of OTLP as JSON, whole or one object a line. An opt-out of any span holds for its trace."""
     unread = broken if broken is not None else BrokenEntries(strict=True)
     events, opted_out = _read_ahead(path, unread)
     counted = BrokenEntries()  # of what was counted already when the file was read ahead
@@ -335,11 +328,7 @@ def _value(value: Mapping[str, Any]) -> Any:
 
 
 def read_studio(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
-    """The chats in AgentScope Studio's database, an SQLite file with the table `span_table`; it is only read.
-
-    An opt-out of any span holds for its trace. A span that cannot be read is put to `broken`; without that it raises
-    LogRefused, as for a file without such a table.
-    """
+    """The chats in AgentScope Studio's database, which is only read. An opt-out of any span holds for its trace."""
     unread = broken if broken is not None else BrokenEntries(strict=True)
     opted_out = set()
     for _, row in _studio_rows(path):

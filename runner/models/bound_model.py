@@ -57,10 +57,7 @@ class CallDefaults:
 
 
 def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKind = "auto", sync: bool = False) -> Any:
-    """A model whose every call belongs to `bound`. `sync` chooses the kind of an `openai` client under `auto`.
-
-    Raises ExtraMissing if the package that it wants is not installed.
-    """
+    """A model whose every call belongs to `bound`. Raises ExtraMissing if the package for it is not installed."""
     if client == "auto":
         client = "agentscope" if importlib.util.find_spec("agentscope") else "openai" if sync else "async_openai"
     if client == "agentscope":

@@ -35,11 +35,7 @@ class ModelCall:
 
 @dataclass(slots=True)
 class RunCalls:
-    """The calls of a run, in the order in which they ended. Any thread may add to it.
-
-    It holds what our own model objects asked in this process; what other clients of the run asked is known to the
-    service.
-    """
+    """The calls of a run by our own model objects in this process, as they ended. Any thread may add to it."""
 
     made: list[ModelCall] = field(default_factory=list)
 

@@ -13,11 +13,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?
 
 
 def exact_match(*, ignore_case: bool = True) -> Component:
-    """1 if the text is `expected`, but for white space around it.
-
-    >>> exact_match()(Reply(text=" Paris ", expected="paris"))
-    1.0
-    """
+    """1 if the text is `expected`, but for white space around it."""
 
     def component(reply: Reply) -> float:
         given, right = reply.text.strip(), str(_expected_value(reply, "exact_match")).strip()
@@ -27,11 +23,7 @@ def exact_match(*, ignore_case: bool = True) -> Component:
 
 
 def contains(*words: str, ignore_case: bool = True) -> Component:
-    """The share of the words that the text has; without any given, whether it has `expected`.
-
-    >>> contains("refund", "sorry")(Reply(text="Your refund is on its way."))
-    0.5
-    """
+    """The share of the words that the text has; without any given, whether it has `expected`."""
 
     def component(reply: Reply) -> float:
         wanted = words or (str(_expected_value(reply, "contains")),)
@@ -42,11 +34,7 @@ def contains(*words: str, ignore_case: bool = True) -> Component:
 
 
 def matches(pattern: str) -> Component:
-    """1 if the regular expression is found in the text; `.` is any character but a newline.
-
-    >>> matches(r"^Answer: -?[0-9]+$")(Reply(text="Answer: 12"))
-    1.0
-    """
+    """1 if the regular expression is found in the text; `.` is any character but a newline."""
     compiled = re.compile(pattern, re.MULTILINE)
     return lambda reply: float(compiled.search(reply.text) is not None)
 
@@ -77,11 +65,7 @@ def numbers_in(text: str) -> list[float]:
 
 
 def json_format() -> Component:
-    """1 if the whole text is JSON.
-
-    >>> json_format()(Reply(text='{"answer": 5}'))
-    1.0
-    """
+    """1 if the whole text is JSON."""
 
     def component(reply: Reply) -> float:
         try:
@@ -139,11 +123,7 @@ def tool_arguments() -> Component:
 
 
 def tool_success() -> Component:
-    """The share of the tools' results that succeeded; None if no tool was called.
-
-    >>> tool_success()(Reply(text="Hello.")) is None
-    True
-    """
+    """The share of the tools' results that succeeded; None if no tool was called."""
 
     def component(reply: Reply) -> float | None:
         if not reply.results:
@@ -172,40 +152,24 @@ def invalid_tools(*offered: str | Mapping[str, Any]) -> Component:
 
 
 def steps(*, free: int = 0) -> Component:
-    """How many of the assistant's turns go beyond the first `free`. Weigh it below 0.
-
-    >>> steps(free=3)(Reply(text="12", turns=5))
-    2.0
-    """
+    """How many of the assistant's turns go beyond the first `free`. Weigh it below 0."""
     return lambda reply: float(max(0, reply.turns - free))
 
 
 def efficiency() -> Component:
-    """1 without a tool call, a half with one, a third with two.
-
-    >>> efficiency()(Reply(text="", tool_calls=(ToolCall("search"), ToolCall("read"), ToolCall("search"))))
-    0.25
-    """
+    """1 without a tool call, a half with one, a third with two."""
     return lambda reply: 1 / (1 + len(reply.tool_calls))
 
 
 def length(*, most: int) -> Component:
-    """By how much the text is longer than `most` characters, in shares of that, 1 at most. Weigh it below 0.
-
-    >>> length(most=10)(Reply(text="x" * 15))
-    0.5
-    """
+    """By how much the text is longer than `most` characters, in shares of that, 1 at most. Weigh it below 0."""
     if most < 1:
         raise ValueError("most must be at least 1")
     return lambda reply: min(1.0, max(0, len(reply.text) - most) / most)
 
 
 def fact(name: str) -> Component:
-    """What the world made of it: the reply's fact of this name; None where it has none.
-
-    >>> fact("team_win")(Reply(text="", facts={"team_win": True}))
-    1.0
-    """
+    """What the world made of it: the reply's fact of this name; None where it has none."""
 
     def component(reply: Reply) -> float | None:
         value = reply.facts.get(name)
@@ -235,12 +199,7 @@ def game_reward() -> Composite:
 
 
 def task_reward(accuracy: Component | None = None) -> Composite:
-    """For tasks: the fact `completion` 2, few tool calls 1, accuracy 1.5, which is `contains()` if you give none.
-
-    >>> reward = task_reward()
-    >>> reward(Reply(text="It is Paris.", expected="Paris", facts={"completion": 0.5})).total
-    3.5
-    """
+    """For tasks: the fact `completion` 2, few tool calls 1, accuracy 1.5, which is `contains()` if you give none."""
     components = {"completion": fact("completion"), "efficiency": efficiency(), "accuracy": accuracy or contains()}
     return Composite(components, weights={"completion": 2.0, "efficiency": 1.0, "accuracy": 1.5})
 

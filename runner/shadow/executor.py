@@ -104,10 +104,7 @@ class ShadowRun(Run):
     tools: RunTools = field(default_factory=lambda: RunTools({}, Replay(())), compare=False, repr=False)
 
     def chat_model(self, client: ClientKind = "auto", **defaults: Any) -> Any:
-        """An AgentScope chat model where AgentScope is installed, else an AsyncOpenAI client; `client` chooses.
-
-        `defaults` are sampling parameters, such as `temperature`, of requests that do not have them.
-        """
+        """An AgentScope chat model, or an AsyncOpenAI client without AgentScope; `defaults` are sampling parameters."""
         return make_model(self, CallDefaults(model_name=self.model, **defaults), client=client)
 
 
@@ -139,10 +136,7 @@ RewardCalculator = Callable[[ShadowResult], Reward | Awaitable[Reward]]
 
 @dataclass(slots=True, kw_only=True)
 class ShadowJob:
-    """A production call that was answered, in an event `loop` or in none.
-
-    `select` is still to be asked where it is not None.
-    """
+    """A production call that was answered, in an event `loop` or in none. `select`, if any, is still to be asked."""
 
     call: ProductionCall
     recorded: tuple[RecordedToolCall, ...]
@@ -265,10 +259,7 @@ class ShadowExecutor:
 
 
 class ShadowWorker:
-    """A thread with an event loop, which handles jobs: at most `concurrency` at once, and `queue_size` that wait.
-
-    Every `commit_interval_s` it calls `commit`, unless that is 0.
-    """
+    """A thread with an event loop, which handles jobs, at most `concurrency` at once, and commits now and then."""
 
     def __init__(
         self,
@@ -296,10 +287,7 @@ class ShadowWorker:
         return self._accepting and self._thread.is_alive()
 
     def offer(self, job: ShadowJob) -> None:
-        """Take a job, or count that there is no room for it.
-
-        The loop is not woken: that lets its thread run first, for milliseconds of the app's. It looks by itself.
-        """
+        """Take a job, or count that there is no room. The loop is not woken, which would hold up the app; it looks."""
         with self._lock:
             if self._waiting >= self._queue_size:
                 self._counts.add("dropped_queue_full")
@@ -380,10 +368,7 @@ class ShadowWorker:
 
 
 async def finish(function: Callable[[], Any], within: Replay | None = None) -> Any:
-    """The result of a function, run in a thread, and awaited here if it is to be.
-
-    Its tools do as they would in the shadow run `within` which it is called; outside of any they write nothing.
-    """
+    """The result of a function, run in a thread, and awaited here if need be; its tools do as in the run `within`."""
     context, replay = contextvars.copy_context(), within or Replay(())
 
     def act() -> Any:

@@ -135,10 +135,7 @@ class TrainingContext:
 
     @staticmethod
     def mark(*labels: str) -> _Marking:
-        """Mark the next call, or all calls of a block: `with TrainingContext.mark("hard"): …`; within a call, this one.
-
-        The labels go to the service with the rewards.
-        """
+        """Mark the next call, this one within a call, or all of a block: `with TrainingContext.mark("hard"): …`."""
         if not labels or not all(isinstance(each, str) and each for each in labels):
             raise ValueError("mark: give at least one label, each a text")
         if (trace := current_trace()) is not None:

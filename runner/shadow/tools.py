@@ -112,10 +112,7 @@ class ShadowTools:
 
 
 class RunTools(Mapping[str, Callable[..., Any]]):
-    """The tools of one shadow run by name, bound to it in whatever thread they are called.
-
-    A name that no tool has, or several have, is answered too: by a function that refuses.
-    """
+    """The tools of one shadow run by name, in whatever thread they are called. What no one tool has is refused."""
 
     def __init__(self, tools: Mapping[str, "_Tool | None"], replay: Replay, refusal: Refusal = refuse_as_json) -> None:
         self._tools, self._replay, self._refusal = tools, replay, refusal

@@ -119,10 +119,7 @@ class Screened:
 
 
 def learn_task_rubric(good: Sequence[str], bad: Sequence[str], endpoint: Endpoint, *, criteria: int = 4) -> Rubric:
-    """Criteria that a model has written from a few tasks worth training on and a few that are not.
-
-    Read them before you use them. Raises JudgeError, and ValueError where there is none of either.
-    """
+    """Criteria that a model writes from tasks worth training on and others. Raises JudgeError, ValueError."""
     if not good or not bad:
         raise ValueError("a rubric needs good tasks and bad ones")
     count = max(len(good), len(bad))
@@ -131,10 +128,7 @@ def learn_task_rubric(good: Sequence[str], bad: Sequence[str], endpoint: Endpoin
 
 
 def screen_tasks(tasks: Iterable[ImportedTask], judge: Judge, *, least: float = 0.5) -> Screened:
-    """The tasks that a judge gives `least` or more, of 0 to 1, by its criteria; each criterion's score is kept.
-
-    One without a usable verdict is not kept. Raises JudgeAway where the judge is not there.
-    """
+    """The tasks that a judge gives `least` or more, of 0 to 1, with their scores. Raises JudgeAway."""
     found: tuple[list[ImportedTask], list[ImportedTask], list[ImportedTask]] = ([], [], [])
     for each in tasks:
         # A task as a reply to the wish for one: so the judge's marks stand around it.

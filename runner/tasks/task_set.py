@@ -201,10 +201,7 @@ def _digest(thing: object) -> str:
 
 
 def write_tasks(path: Path, tasks: Iterable[ImportedTask]) -> int:
-    """Write them as JSON lines, beside the path first, so that the file is whole, and its owner's; how many there are.
-
-    Raises ValueError for two tasks with one id.
-    """
+    """Write them as JSON lines, beside the path first: the file is whole. Raises ValueError for an id twice."""
     rows = [each.to_dict() for each in tasks]
     if twice := [name for name, count in Counter(row["task_id"] for row in rows).items() if count > 1]:
         raise ValueError(f"two tasks have the id {twice[0]}")

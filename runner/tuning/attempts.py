@@ -106,10 +106,7 @@ async def call_within(
     arguments: dict[str, Any],
     note_held: Callable[[float], object] = lambda seconds: None,
 ) -> Any:
-    """What the function returns. Raises TimeoutError: it is cancelled then, or, in a thread, left to itself.
-
-    `note_held` is told for how many seconds it kept the event loop, which stands still for all meanwhile.
-    """
+    """What the function returns. Raises TimeoutError: it is cancelled then, or, in a thread, left to itself."""
     working = asyncio.ensure_future(_call(function, arguments, note_held))
     left = timeout_s
     try:

@@ -98,10 +98,7 @@ class TinkerConfig:
 
 @dataclass(slots=True)
 class TunerModelConfig:
-    """The model to be trained, or an auxiliary one, and how it is served.
-
-    `temperature`, `top_p`, `max_tokens` and `enable_thinking` are what calls say unless they say otherwise.
-    """
+    """The model to be trained, or an auxiliary one, how it is served, and what calls say unless they say otherwise."""
 
     model_path: str
     max_model_len: int | None = None
@@ -224,8 +221,6 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "checkpoint_root_dir": ((str, PathLike), "a path"),
     "seed": (int, "a whole number"),
 }
-_FLAGS = ("resume", "shuffle", "evaluate_before", "evaluate_after")
-_VIEW = ("say", "run_ended", "step", "evaluation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,13 +312,6 @@ class Call:
         for name, config in (self.models or {}).items():
             if not isinstance(config, TunerModelConfig):
                 raise TuneRefused(f"models: {name!r} must be a TunerModelConfig, not {config!r}")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise TuneRefused(f"{name} must be True or False, not {getattr(self, name)!r}")
-        if not isinstance(self.api_key, str) or not self.api_key.isascii() or not self.api_key.isprintable():
-            raise TuneRefused("api_key must be a text of visible ASCII characters")
-        if self.view is not None and not all(callable(getattr(self.view, name, None)) for name in _VIEW):
-            raise TuneRefused(f"view must have the methods {', '.join(_VIEW)}, as {self.view!r} has not")
 
 
 _Needed = tuple[tuple[str, ...], ...]
@@ -339,10 +327,7 @@ _SHOWN = {
 
 
 def check_workflow_function(function: Callable[..., Any]) -> None:
-    """Raise TuneRefused unless the function takes what a workflow is called with.
-
-    One that binds clients of its own to `run` or `runs` needs no `model`.
-    """
+    """Raise TuneRefused unless the function takes what a workflow is called with, or `run` in place of `model`."""
     _check(function, "workflow", *_WORKFLOW)
 
 

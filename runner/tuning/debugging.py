@@ -110,10 +110,7 @@ def debug_run(
     judge: Callable[..., Any] | None = None,
     auxiliary: Mapping[str, CallDefaults] | None = None,
 ) -> DebugReport:
-    """Run them once; an exception of theirs is raised as it is. Raises TuneRefused for wrong signatures.
-
-    Auxiliary models are asked where the model itself is, and their calls are not in the report.
-    """
+    """Run them once; an exception of theirs is raised as it is. Raises TuneRefused for wrong signatures."""
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)

@@ -31,10 +31,7 @@ class ExperimentFolder:
 
     @classmethod
     def open(cls, root: Path, project: str, experiment: str, *, resume: bool) -> Self:
-        """The newest folder of that name if one is to be gone on with and there is one, else a new one.
-
-        Raises TuneRefused for names that make no folder, and where none can be made.
-        """
+        """The newest folder of that name if one is to be gone on with, else a new one. Raises TuneRefused."""
         for what, name in (("project_name", project), ("experiment_name", experiment)):
             if not _NAME.fullmatch(name):
                 raise TuneRefused(f"{what} is {name!r}: letters, digits, '.', '_' and '-' make a folder's name")

@@ -195,10 +195,7 @@ class ServiceClient:
         *,
         also: Collection[int] = (),
     ) -> httpx.Response:
-        """Ask until there is an answer. Raises TuneFailed if it refuses for good, ServiceAway if none comes.
-
-        `also`: statuses that are answers, too.
-        """
+        """Ask until there is an answer, also one of the statuses `also`. Raises TuneFailed, ServiceAway."""
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         since, pause_s, said = time.monotonic(), _PAUSE_S, ""
         while True:
@@ -243,10 +240,7 @@ class TrainingWait:
         self._held: str | None = None
 
     async def until_served(self, before: TrainingStatus, *, settled: bool = False) -> bool:
-        """Wait for the version of what was committed last, `before` which it was such; False if none came of it.
-
-        `settled`: for all there is. Raises TuneFailed.
-        """
+        """Wait for the version of what was committed last; False if none came of it. Raises TuneFailed."""
         expected = self._expected = max(self._expected, before.newest) + 1
         since, last, url = time.monotonic(), before, self._service.url
         absent_since: float | None = None
@@ -497,10 +491,7 @@ class ServiceOpener:
         return found
 
     async def open_auxiliary(self, models: Mapping[str, Any], workflow: WorkflowType) -> dict[str, Any]:
-        """The models that are not trained: of a TunerModelConfig a service is started, a URL is joined.
-
-        Any other object is the model itself.
-        """
+        """The models that are not trained: of a TunerModelConfig a service is started, a URL is joined."""
         client, sync = wanted_client(workflow)
         found = dict(models)
         for name, model in models.items():

@@ -240,10 +240,7 @@ def _result_of(state: JournalState, folder: ExperimentFolder, failures: FailureL
 
 
 def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:
-    """Run it in an event loop of its own; in a thread where one runs already, as in a notebook.
-
-    What interrupts the caller, as a notebook's stop button does, ends it too.
-    """
+    """Run it in an event loop of its own; in a thread where one runs already, as in a notebook."""
     under_way: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
     future: Future[TuneResult] = Future()
 

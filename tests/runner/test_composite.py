@@ -124,11 +124,6 @@ def test_weights_and_clips_that_make_no_sense_are_refused(weights: dict[str, flo
         Composite({"x": lambda _: 1.0}, weights=weights, clip=clip)
 
 
-def test_no_component_may_pass_for_the_total() -> None:
-    with pytest.raises(ValueError, match="total"):
-        Composite({"reward": lambda _: 1.0}, weights={"reward": 1.0})
-
-
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [
@@ -146,11 +141,6 @@ def test_numbers_in_texts(text: str, numbers: list[float]) -> None:
     assert numbers_in(text) == numbers
 
 
-@given(st.text(max_size=200))
-def test_any_text_has_finite_numbers_only(text: str) -> None:
-    assert all(map(math.isfinite, numbers_in(text)))
-
-
 def test_texts() -> None:
     paris = Reply(text="Paris", expected="paris")
     assert (exact_match()(paris), exact_match(ignore_case=False)(paris)) == (1.0, 0.0)
@@ -160,12 +150,6 @@ def test_texts() -> None:
     assert numeric()(Reply(text="nothing", expected=1)) == 0.0
     assert [length(most=10)(Reply(text="x" * size)) for size in (10, 12, 99)] == [0.0, 0.2, 1.0]
     assert steps()(Reply(text="", turns=2)) == 2.0
-
-
-@pytest.mark.parametrize("component", [exact_match(), contains(), numeric(), tool_name(), tool_arguments()])
-def test_without_anything_expected_there_is_no_reward_but_an_error(component: Any) -> None:
-    with pytest.raises(ValueError, match="says nothing"):
-        component(Reply(text="12"))
 
 
 def test_tools() -> None:

@@ -8,7 +8,6 @@ from threading import Event
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from tests.trainer.factories import commit, eventually, points, sample
 from tests.trainer.test_policies import _adapters, _rows
@@ -18,7 +17,6 @@ from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.finetuning.lines import FileLine
 from tuneloop.shared.settings.policies import settings_of_policy
-from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import sft
 from tuneloop.trainer.algorithms.terms import Targets
 from tuneloop.trainer.batches import mixed_file
@@ -147,20 +145,6 @@ def test_what_cannot_be_learnt_is_told_before_the_first_step(settings, conversat
     unlearnt.write_text(json.dumps({"messages": turns}))
     with pytest.raises(EnvironmentRefused, match="has nothing to be learnt"):
         MixedFile.of(settings(algorithm={"mix": {"file": unlearnt}}))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "sentence"),
-    [
-        ({"mix": {"file": "x", "share": 1.0}}, "must lie between 0 and 1"),
-        ({"mix": {"file": "x", "share": 0.0}}, "must lie between 0 and 1"),
-        ({"mix": {"file": "x"}, "algorithm_type": "sft"}, "sft imitates or compares replies itself"),
-        ({"mix": {"file": "x"}, "algorithm_type": "dpo"}, "dpo imitates or compares replies itself"),
-    ],
-)
-def test_settings_that_fit_nothing_are_refused(tmp_path, algorithm, sentence):
-    with pytest.raises(ValidationError, match=sentence):
-        Settings(model={"model_path": tmp_path}, algorithm=algorithm)
 
 
 def test_policies_of_their_own_have_nothing_mixed_in(settings, conversations):

@@ -23,7 +23,17 @@ from tuneloop.trainer.algorithms import (
     rloo,
     sft,
 )
-from tuneloop.trainer.algorithms.terms import Baselines, CallRewards, Loss, Targets, Totals, needs_start, surrogate
+from tuneloop.trainer.algorithms.terms import (
+    Baselines,
+    CallRewards,
+    Loss,
+    PolicyLoss,
+    Targets,
+    Totals,
+    needs_start,
+    ppo_policy_loss,
+    surrogate,
+)
 
 Prepare = Callable[[AlgorithmSettings, Targets, CallRewards, Baselines], tuple[Targets, Baselines]]
 ActorLoss = Callable[[AlgorithmSettings, Targets, Tensor, Tensor, Totals], Loss]
@@ -79,28 +89,23 @@ def _distill_requirements(algorithm: AlgorithmSettings) -> Requirements:
     return policy_gradient_requirements(algorithm)._replace(teacher=True)
 
 
+def _policy_gradient(
+    prepare: Prepare, critic_loss: CriticLoss | None = None, policy_loss: PolicyLoss = ppo_policy_loss
+) -> Algorithm:
+    loss = partial(surrogate, policy_loss=policy_loss)
+    return Algorithm(asks=policy_gradient_requirements, prepare=prepare, actor_loss=loss, critic_loss=critic_loss)
+
+
 ALGORITHMS = {
-    "ppo": Algorithm(
-        asks=policy_gradient_requirements, prepare=ppo.prepare, actor_loss=surrogate, critic_loss=ppo.critic_loss
-    ),
-    "reinforce": Algorithm(asks=policy_gradient_requirements, prepare=reinforce.prepare, actor_loss=surrogate),
-    "reinforce++": Algorithm(asks=policy_gradient_requirements, prepare=reinforce_pp.prepare, actor_loss=surrogate),
-    "rloo": Algorithm(asks=policy_gradient_requirements, prepare=rloo.prepare, actor_loss=surrogate),
-    "grpo": Algorithm(asks=policy_gradient_requirements, prepare=grpo.prepare, actor_loss=surrogate),
-    "dapo": Algorithm(asks=policy_gradient_requirements, prepare=dapo.prepare, actor_loss=surrogate),
-    "gspo": Algorithm(
-        asks=policy_gradient_requirements,
-        prepare=grpo.prepare,
-        actor_loss=partial(surrogate, policy_loss=gspo.policy_loss),
-    ),
-    "cispo": Algorithm(
-        asks=policy_gradient_requirements,
-        prepare=grpo.prepare,
-        actor_loss=partial(surrogate, policy_loss=cispo.policy_loss),
-    ),
-    "multi_step_grpo": Algorithm(
-        asks=policy_gradient_requirements, prepare=multi_step_grpo.prepare, actor_loss=surrogate
-    ),
+    "ppo": _policy_gradient(ppo.prepare, ppo.critic_loss),
+    "reinforce": _policy_gradient(reinforce.prepare),
+    "reinforce++": _policy_gradient(reinforce_pp.prepare),
+    "rloo": _policy_gradient(rloo.prepare),
+    "grpo": _policy_gradient(grpo.prepare),
+    "dapo": _policy_gradient(dapo.prepare),
+    "gspo": _policy_gradient(grpo.prepare, policy_loss=gspo.policy_loss),
+    "cispo": _policy_gradient(grpo.prepare, policy_loss=cispo.policy_loss),
+    "multi_step_grpo": _policy_gradient(multi_step_grpo.prepare),
     "dpo": Algorithm(
         asks=lambda _: Requirements(reference=True, tempered=False, pairs=True),
         prepare=dpo.prepare,

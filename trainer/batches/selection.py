@@ -203,10 +203,7 @@ def make_pairs(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
 
 
 def mismatch_replies(samples: Sequence[Sample], *, longest: float = math.inf) -> list[Sample]:
-    """Each prompt with the reply to the next one's, the last with the first; none if there is only one.
-
-    Those of more than `longest` tokens, which the model does not take, are left out.
-    """
+    """Each prompt with the reply to the next one's; none if there is but one; none of more than `longest` tokens."""
     if len(samples) < 2:
         return []
     after = [*samples[1:], samples[0]]
@@ -229,10 +226,7 @@ _TOO_LONG = "the edited answer is too long: the model takes {:.0f} tokens with t
 
 
 def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[list[Sample], Refused]:
-    """The samples, those that somebody edited with the edited answer as their reply; and those that cannot be so.
-
-    One that the model could not have sampled, since it is too long, is refused.
-    """
+    """The samples, those that somebody edited with that answer as their reply; and those that cannot be so."""
     if not settings.algorithm.of_edited_answers:
         return list(samples), {}
     taken: list[Sample] = []
@@ -299,10 +293,7 @@ def longest_of(folder: Path) -> float:
 
 
 def select(samples: Sequence[Sample], settings: Settings, *, vocabulary: int) -> tuple[list[Sample], Refused]:
-    """The samples that can be trained on, with edited answers where these are learnt; and the others by the reason.
-
-    Those that a grammar held have with them what it allowed.
-    """
+    """The samples that can be trained on, with edited answers and allowed tokens; and the others by the reason."""
     edited, unwritable = with_demonstrations(samples, settings)
     held, not_rebuilt = with_allowed_tokens(edited, settings, vocabulary=vocabulary)
     grouped: dict[str, Any] = {"group_by": settings.buffer.group_by, "least_runs": BatchRules.of(settings).least_runs}

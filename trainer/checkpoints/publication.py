@@ -62,10 +62,7 @@ class _Running(NamedTuple):
 
 
 class Publisher:
-    """Publishes under one epoch, one version at a time. `behind`: while training goes on.
-
-    Where a checkpoint does not fit, that is an alarm, and another try later.
-    """
+    """Publishes under one epoch, one version at a time. `behind`: while training goes on."""
 
     def __init__(
         self, settings: Settings, ledger: Ledger, store: CheckpointStore, *, epoch: int, behind: bool = False
@@ -151,10 +148,7 @@ class Publisher:
         self._running = _Running(publication, work, state, begun)
 
     def end(self, learner: Learner) -> PublicationResult:
-        """What came of the publication that is over; critic and optimiser follow in the background.
-
-        Raises EnvironmentRefused if the disk refuses for another reason than that it is full, and what the ledger does.
-        """
+        """What came of the publication that is over. Raises EnvironmentRefused, and what the ledger does."""
         assert self._running is not None
         (publication, work, state, begun), self._running = self._running, None
         started = time.perf_counter()

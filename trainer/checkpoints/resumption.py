@@ -226,10 +226,7 @@ class StateWriter:
         self._copies.prepare(learner, self._pool)
 
     def capture(self, learner: Learner, *, patience_s: float = _PATIENCE_S) -> StateToWrite:
-        """Take a copy of the state of the version that is about to be published, unless the writer is busy for so long.
-
-        Of a learner for whose copy there is no room it is the state itself, if one process has all of it.
-        """
+        """Take a copy of the state, unless the writer is busy; without room for one, the state itself."""
         size = snapshot.size_of_state(learner)
         obstacle = "behind the last version the disk had no room for one" if self._has_no_room else None
         if self._is_busy(patience_s):

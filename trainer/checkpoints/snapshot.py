@@ -96,10 +96,7 @@ _TYPES = {
 
 
 class DiskPriority:
-    """Has pieces of files wait while something more urgent is written, but each for `_PATIENCE_S` at most.
-
-    So they are written at 16 MB a second and file at the least, however long the urgent takes.
-    """
+    """Has pieces of files wait while something more urgent is written, but each for `_PATIENCE_S` at most."""
 
     def __init__(self) -> None:
         self._free = threading.Event()
@@ -366,10 +363,7 @@ def _describe(learner: Learner, tensors: Mapping[str, Tensor]) -> CapturedWeight
 
 
 def copy_weights(learner: Learner, room: Room | None) -> CapturedWeights:
-    """A copy, in memory that `room` makes; what comes from a GPU may still be on its way.
-
-    All ranks make it together; those but 0 have no room, and get nothing.
-    """
+    """A copy, perhaps still on its way, in memory that `room` makes; all ranks make it together."""
     if learner.ranks.is_sharded:
         learner.ranks.lead(WeightsOrder())
     return _describe(learner, _copy_tensors(learner.actor.tensors(), room))
@@ -419,10 +413,7 @@ def allocate_on_cpu(_: str, like: Tensor) -> Tensor:
 
 
 def copy_state(learner: Learner, room: Room | None) -> CapturedState:
-    """A copy of the state of all ranks, in memory that `room` makes; what comes from a GPU may still be on its way.
-
-    All ranks make it together; those but 0 have no room, and get nothing.
-    """
+    """A copy of the state of all ranks, as `copy_weights` makes one."""
     learner.ranks.lead(StateOrder())
     optimizers = {
         name: _without_none({key: _copy(f"{name}/{key}", each, room) for key, each in optimizer.state()})
@@ -511,10 +502,7 @@ def probe(learner: Learner, settings: Settings) -> Callable[[], Probe]:
 
 
 def actor_in(settings: Settings, folder: Path, ranks: Ranks = ALONE, network: PreTrainedModel | None = None) -> Actor:
-    """The actor in the folder `actor` of a version, or in that of the base model. The files must have been checked.
-
-    An adapter is added to `network`, if that is there.
-    """
+    """The actor in a version's folder, or in the base model's; an adapter is added to `network`, if that is there."""
     base, rank = settings.model.model_path, settings.model.lora.rank
     if folder != base and (folder / ADAPTER_CONFIG).exists() != bool(rank):
         there = "all weights, which no adapter can be begun on" if rank else "an adapter only"

@@ -31,10 +31,7 @@ from tuneloop.trainer.models.model import Actor
 
 @contextmanager
 def judging(settings: Settings) -> Iterator[Judge]:
-    """How replies are judged, for one evaluation.
-
-    Raises EnvironmentRefused if the function, or the model's rubric, is not there.
-    """
+    """How replies are judged, for one evaluation. Raises EnvironmentRefused without the function, or rubric."""
     known = judge_of(settings.monitor.evaluation)
     if known is not None:
         yield known

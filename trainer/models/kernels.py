@@ -23,10 +23,7 @@ def update_in_bytes(
     rates: tuple[float, float, float],
     constants: Mapping[str, Any],
 ) -> None:
-    """AdamW's update of a whole flat parameter, whose moments take a byte each.
-
-    By `shift` modulo 2³² the random numbers of its places differ from those of another part, or update.
-    """
+    """AdamW's update of a flat parameter with moments of a byte; `shift` makes its random numbers differ."""
     shift = (shift + (1 << 31)) % (1 << 32) - (1 << 31)  # As 32 bits with a sign, whatever it is: one kernel for all.
     scales = state["exp_avg_scale"]
     moments = (state["exp_avg"], scales, state["exp_avg_sq"], state["exp_avg_sq_scale"])

@@ -259,10 +259,7 @@ class Actor:
 
 
 class Critic(nn.Module):
-    """A language model's body and a linear head, zero at first: the reward to be expected before each reply token.
-
-    `positions` counts what it reads.
-    """
+    """A language model's body and a linear head, zero at first: the reward to be expected before each reply token."""
 
     def __init__(self, body: PreTrainedModel, folder: Path) -> None:
         """Its head is the one in `folder`, if there is one."""

@@ -87,10 +87,7 @@ class MasterAdamW:
         return math.sqrt(square + norm**2)
 
     def update(self, *, norm: float, max_norm: float) -> None:
-        """One update with the gradients, whose norm is `norm`, scaled down to `max_norm`.
-
-        None where all gradients are 0: AdamW's memory alone would move the weights, and nothing says where to.
-        """
+        """One update, the gradients scaled down to `max_norm`; none where all are 0, for nothing says where to."""
         if norm:
             _scale_down(self.gradients.values(), norm, max_norm)
             with (

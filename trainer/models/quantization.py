@@ -176,12 +176,7 @@ def _decode(bits: int, codes: list[Tensor], shape: tuple[int, int], dtype: torch
 def quantize_layers(
     network: PreTrainedModel, bits: int, folder: Path, device: torch.device, *, compiled: bool = False
 ) -> None:
-    """Keep the linear layers but the head in so many bits on the device, one after the other; `folder` has them whole.
-
-    With `compiled`, decoding is.
-
-    Raises EnvironmentRefused if it does not: then what engines serve could not be told.
-    """
+    """Keep the linear layers but the head in so many bits. Raises EnvironmentRefused unless `folder` has them whole."""
     head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, each in network.named_modules() if isinstance(each, nn.Linear) and each is not head]
     with _open_weights(folder) as weights:

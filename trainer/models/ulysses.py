@@ -36,10 +36,7 @@ def require_divisible(network: PreTrainedModel, size: int) -> None:
 
 
 def gather_tokens(part_N: Tensor, chosen: slice, total: int, group: SequenceGroup) -> Tensor:
-    """One number of each of `total` reply tokens, of which this rank made the `chosen`.
-
-    All ranks go on with all of them in the same way, so that the gradient of the chosen is known to this one.
-    """
+    """One number of each of `total` reply tokens, of which this rank made the `chosen`; their gradient is its own."""
     return cast(Tensor, _Gathered.apply(part_N, chosen, total, group))  # type: ignore[no-untyped-call]
 
 

@@ -140,10 +140,7 @@ class FiniteSteps:
             self._skipped, self._sound = 0, True
 
     def alarm(self, *, step: int, version: int) -> None:
-        """So many steps in a row that were not finite are no accident: nothing more is learnt or published.
-
-        The explorer goes on serving what it serves, and no further row is spent on it; a restart tries again.
-        """
+        """So many steps in a row that were not finite are no accident: nothing more is learnt until a restart."""
         reason = f"{self._skipped} steps in a row were not finite, the last because {self._why_skipped}"
         if self._alarms.raise_alarm(Alarm(name=NOT_FINITE, reason=f"{reason}; training has stopped", step=step)):
             _log.error("training_stopped", reason=reason, version=version)
@@ -316,10 +313,7 @@ class Monitors:
     def after_step(
         self, learner: Learner, learnt: Mapping[str, float], *, version: int, replies: Sequence[Sample] = ()
     ) -> Metrics:
-        """What is to be seen after a step that said `learnt`, made of `version` and of these replies.
-
-        Alarms are raised and cleared.
-        """
+        """What is to be seen after a step of `version`, made of these replies; alarms are raised and cleared."""
         seen = self._ledger_signals()
         if self._rule.clip is not None and drift.REWARD in learnt:  # As a share of what rewards can be.
             low, high = self._rule.clip

@@ -149,10 +149,7 @@ class RemoteTeacher:
     # Asking.
 
     def _all(self, bodies: Sequence[Mapping[str, object]]) -> dict[int, _Response]:
-        """The answers to the requests, by their number; to some nothing, if too many before them failed in a row.
-
-        The threads are daemons: a hanging one keeps nobody alive.
-        """
+        """The answers by the requests' number; to some nothing, if too many before them failed. Threads are daemons."""
         # By chance, so that rows which always fail do not hide those behind them for ever.
         turns, given_up = iter(random.sample(range(len(bodies)), len(bodies))), threading.Event()
         responses: queue.SimpleQueue[tuple[int, _Response]] = queue.SimpleQueue()

@@ -91,10 +91,7 @@ class NoticedStop:
 
 
 def train_on_ray(settings: Settings, stop: Stop) -> int:
-    """Train on the Ray cluster of the settings until all is done or `stop` is set; the exit code.
-
-    Raises EnvironmentRefused without Ray, and where Ray answers strangers.
-    """
+    """Train on the Ray cluster until all is done or `stop` is set; the exit code. Raises EnvironmentRefused."""
     address = settings.cluster.ray_address
     if address == LOCAL:
         keep_to_this_machine()

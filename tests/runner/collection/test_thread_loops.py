@@ -6,7 +6,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 from openai import AsyncOpenAI
 
 from tests.doubles.judge import judge_place
@@ -56,22 +55,6 @@ def test_each_thread_has_its_own_loop_which_is_closed_after_it() -> None:
     later.start()
     later.join()
     assert all(loop.is_closed() for each in loops.values() for loop in each)
-
-
-async def test_in_a_running_loop_it_names_the_other_way() -> None:
-    with pytest.raises(RuntimeError, match="await the method that ends in _async"):
-        DataCollector().collect(lambda text: text, "hello")
-
-
-def test_the_loop_that_a_program_has_set_stays() -> None:
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    try:
-        DataCollector().collect(lambda text: text, "hello")
-        assert asyncio.get_event_loop() is loop
-    finally:
-        asyncio.set_event_loop(None)
-        loop.close()
 
 
 def run(script: str) -> str:

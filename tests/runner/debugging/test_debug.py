@@ -128,12 +128,6 @@ def test_calls_of_clients_of_its_own_are_counted(explorer: RunningExplorer, agen
     assert (kept.task_id, kept.experiences[0].drop_reason) == ("debug", "opt_out")
 
 
-def test_calls_of_clients_of_its_own_are_not_known_of_another_model(explorer: RunningExplorer, agent: Path) -> None:
-    asked = (f"{agent}:with_a_client_of_its_own", "--task", '{"question": "3+4="}')
-    done = run("debug", *asked, "--base-url", f"{explorer.url}/v1", "--model", MODEL)
-    assert (done.returncode, "workflow's own are not known here" in done.stdout) == (0, True), done.stderr
-
-
 def test_the_command_of_the_service_is_the_same(explorer: RunningExplorer, agent: Path) -> None:
     code = "from tuneloop.cli.main import main; main()"
     where = ("--task", '{"question": "3+4="}', "--service", explorer.url)
@@ -157,33 +151,6 @@ def test_what_goes_wrong_is_said(explorer: RunningExplorer, agent: Path, name: s
     assert done.returncode == 1
     assert why in done.stderr
     assert f"calls: {0 if name.startswith('silent') else 2}, " in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["{file}:wrong", "--task", "{}"], "has no parameter task; wants question"),
-        (["{file}:nothing", "--task", "{}"], "there is no 'nothing' in it; there are the functions broken, judge"),
-        (["nowhere.py:f", "--task", "{}"], "nowhere.py: there is no such file"),
-        (["workflow", "--task", "{}"], "'workflow' is not FILE:FUNCTION"),
-        (["{file}:workflow", "--task", "[1]"], "--task must be a JSON object"),
-        (["{file}:workflow", "--task", "{"], "--task is not JSON"),
-        (["{file}:workflow"], "give a task with --task, or a dataset"),
-        (["{file}:workflow", "--task", "{}", "--judge", "wrong"], "has no parameter response"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_runs(
-    agent: Path, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tuneloop.runner.tuning.debugging import main
-
-    given = [each.replace("{file}", str(agent)) for each in arguments]
-    try:
-        code = main([*given, "--base-url", "http://127.0.0.1:9/v1", "--model", "m"])
-    except SystemExit as exit_:
-        code = int(str(exit_.code))
-    assert code == 2
-    assert why in capsys.readouterr().err
 
 
 def test_a_file_debugs_or_trains_by_a_switch(

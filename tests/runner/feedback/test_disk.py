@@ -3,15 +3,14 @@
 import errno
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.explorer.running import eventually
-from tests.runner.feedback.service import FeedbackService, taken
-from tuneloop.runner import Composite, Feedback, OutboxFull, Reply
+from tests.runner.feedback.service import FeedbackService
+from tuneloop.runner import Feedback, OutboxFull
 
 SYNC = os.fsync
 
@@ -41,26 +40,6 @@ def test_what_could_not_be_brought_to_disk_was_not_said(
     assert rewards(service) == [1]
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_all_parts_of_a_score_that_is_refused_are_set_aside(
-    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture, again: bool
-) -> None:
-    parts: dict[str, Callable[[Reply], float]] = {name: lambda reply: 1.0 for name in ("right", "short", "polite")}
-    score = Composite(parts, weights=dict.fromkeys(parts, 1.0))(Reply(text=""))
-    with caplog.at_level(logging.CRITICAL), Feedback(service.url, outbox=tmp_path) as feedback:
-        service.answer = lambda body: (404, {}, {"outcomes": {"a": "unknown"}})
-        feedback.reward("a", score)
-        assert feedback.flush(30)
-        if again:  # as after a kill between the file and the note that it was sent
-            for each in feedback.refusals():
-                feedback._sender.outbox.set_aside(each.entry, each.reason)  # type: ignore[union-attr]
-        aside = feedback.refusals()
-        assert feedback.refused == 4
-        service.answer = taken
-    assert [each.entry.get("metric", "reward") for each in aside] == ["reward", "right", "short", "polite"]
-    assert len({each.entry["idempotency_key"] for each in aside}) == 1
-
-
 def test_what_cannot_be_set_aside_is_set_aside_later(
     service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,49 +63,8 @@ def test_what_cannot_be_set_aside_is_set_aside_later(
     assert file.stat().st_mode & 0o077 == 0
 
 
-def test_what_is_set_aside_after_a_line_that_was_cut_off_is_found(
-    service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    service.answer = lambda body: (404, {}, {"outcomes": {"a": "unknown"}})
-    with caplog.at_level(logging.CRITICAL):
-        for text in ("first", "second"):
-            with Feedback(service.url, outbox=tmp_path) as feedback:
-                feedback.comment("a", text)
-                assert feedback.flush(30)
-                found = [each.entry["comment"] for each in feedback.refusals()]
-            [file] = tmp_path.rglob("refused.jsonl")
-            os.truncate(file, file.stat().st_size - 5)
-    assert found == ["second"]
-
-
 def of_outbox(descriptor: int) -> bool:
     return os.readlink(f"/proc/self/fd/{descriptor}").endswith(".records")
-
-
-def test_a_disk_that_takes_a_part_first_is_full(
-    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = os.write
-    room = 60
-
-    def fill_up(descriptor: int, data: Any) -> int:
-        nonlocal room
-        if not of_outbox(descriptor):
-            return write(descriptor, data)
-        if not room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        written = write(descriptor, data[:room])
-        room -= written
-        return written
-
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        monkeypatch.setattr(os, "write", fill_up)
-        with pytest.raises(OutboxFull, match="No space"):
-            feedback.reward("a", 1)
-        monkeypatch.setattr(os, "write", write)
-        feedback.reward("a", 2)
-        assert feedback.flush(30)
-    assert rewards(service) == [2]
 
 
 def test_a_disk_that_is_full_when_it_is_synced_says_so_to_who_speaks(

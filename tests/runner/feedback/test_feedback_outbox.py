@@ -1,9 +1,7 @@
 """The outbox of feedback: what is in it is sent, whatever happens to the app, to the service and to the files."""
 
-import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +11,7 @@ import pytest
 
 from tests.explorer.running import eventually
 from tests.runner.feedback.service import Answer, FeedbackService, Json, feedback_service, taken
-from tuneloop.runner import Feedback, FeedbackError, OutboxFull
+from tuneloop.runner import Feedback, OutboxFull
 from tuneloop.runner.feedback import feedback_outbox, sender
 from tuneloop.runner.outbox import Outbox
 
@@ -71,16 +69,6 @@ def test_the_next_process_sends_what_was_left_before_its_own(service: FeedbackSe
         assert second.flush(30)
     assert list(dict.fromkeys(rewards(service))) == [1, 2]
     assert files(tmp_path) == []
-
-
-def test_what_waits_is_sent_before_anything_is_said(service: FeedbackService, tmp_path: Path) -> None:
-    service.answer = away
-    with Feedback(service.url, outbox=tmp_path) as first:
-        first.reward("a", 1)
-        stop(first)
-    service.answer, service.calls = taken, []
-    with Feedback(service.url, outbox=tmp_path):
-        eventually(lambda: rewards(service) == [1])
 
 
 def test_the_service_says_when_to_come_back(service: FeedbackService, tmp_path: Path) -> None:
@@ -173,41 +161,6 @@ def test_the_bound_is_of_all_processes_together(service: FeedbackService, tmp_pa
         stop(two)
 
 
-def test_a_full_disk_says_so(service: FeedbackService, tmp_path: Path) -> None:
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        feedback.reward("a", 1)
-        assert feedback.flush(30)
-        full = os.open("/dev/full", os.O_RDWR)
-        file = feedback._sender.outbox._outbox._open  # type: ignore[union-attr]
-        os.dup2(full, file._descriptor)  # type: ignore[union-attr]
-        os.close(full)
-        with pytest.raises(OutboxFull, match="No space"):
-            feedback.reward("a", 2)
-        feedback.reward("a", 3)
-        assert feedback.flush(30)
-    assert rewards(service) == [1, 3]
-
-
-@pytest.mark.parametrize("cut", range(1, 60, 7))
-def test_a_record_that_was_cut_off_is_not_sent_and_harms_none(
-    service: FeedbackService, tmp_path: Path, cut: int
-) -> None:
-    folder = tmp_path / service.url.replace("://", "-").replace(":", "-")
-    written = Outbox(folder, 1000)
-    entries = [{"msg_ids": ["a"], "reward": value, "idempotency_key": str(value)} for value in (1.0, 2.0)]
-    written.append([json.dumps(entries[:1]).encode()])
-    [path] = files(folder)
-    end = path.stat().st_size
-    written.append([json.dumps(entries[1:]).encode()])
-    written.close()
-    os.truncate(path, end + cut)
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        feedback.reward("a", 3)
-        assert feedback.flush(30)
-    assert rewards(service) == [1, 3]
-    assert not path.exists()
-
-
 def test_a_damaged_record_costs_itself_alone_and_stays_to_be_looked_at(
     service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,52 +197,6 @@ def test_what_was_sent_leaves_the_disk_while_more_is_said(
     assert rewards(service) == list(range(100))
 
 
-def test_threads_may_share_a_client(service: FeedbackService, tmp_path: Path) -> None:
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        saying = [
-            threading.Thread(target=lambda part=part: [feedback.reward("a", 100 * part + each) for each in range(50)])
-            for part in range(4)
-        ]
-        for each in saying:
-            each.start()
-        for each in saying:
-            each.join()
-        assert feedback.flush(60)
-    assert sorted(rewards(service)) == [100 * part + each for part in range(4) for each in range(50)]
-
-
-def test_two_services_never_get_each_others(service: FeedbackService, tmp_path: Path) -> None:
-    with feedback_service() as other:
-        other.answer = away
-        with Feedback(other.url, outbox=tmp_path) as feedback:
-            feedback.reward("other", 1)
-            stop(feedback)
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        feedback.reward("a", 2)
-        assert feedback.flush(30)
-    assert rewards(service) == [2]
-
-
-def test_nothing_is_taken_after_the_end(service: FeedbackService, tmp_path: Path) -> None:
-    feedback = Feedback(service.url, outbox=tmp_path)
-    feedback.close()
-    with pytest.raises(FeedbackError, match="closed"):
-        feedback.reward("a", 1)
-
-
-def test_whatever_goes_wrong_sending_goes_on(
-    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(body: object, heard: object) -> object:
-        monkeypatch.undo()
-        raise RuntimeError
-
-    monkeypatch.setattr(sender, "understand", broken)
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        feedback.reward("a", 1)
-        eventually(lambda: feedback.sent == 1)
-
-
 def test_a_file_that_cannot_be_taken_over_stops_nothing(
     service: FeedbackService, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,44 +212,6 @@ def test_a_file_that_cannot_be_taken_over_stops_nothing(
         time.sleep(0.3)
     assert caplog.text.count("cannot be sent") == 2
     assert rewards(service) == [1]
-
-
-def test_a_folder_that_cannot_be_read_for_a_while_is_read_again(
-    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[None] = []
-
-    def no_descriptors(self: feedback_outbox.FeedbackOutbox) -> None:
-        looks.append(None)
-        raise OSError(24, "Too many open files")
-
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        monkeypatch.setattr(feedback_outbox.FeedbackOutbox, "look", no_descriptors)
-        eventually(lambda: len(looks) > 1)
-        feedback.reward("a", 1)
-        assert feedback.flush(30)
-    assert rewards(service) == [1]
-
-
-def test_ten_thousand_files_are_handed_out_with_few_descriptors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    for value in range(10_000):
-        written = Outbox(tmp_path, 1)
-        written.append([json.dumps([{"msg_ids": ["a"], "reward": value}]).encode()])
-        written.close()
-    before = len(os.listdir("/proc/self/fd"))
-    found = feedback_outbox.FeedbackOutbox(tmp_path, 1 << 30)
-    found.look()
-    assert found.pending == 10_000
-    sent = []
-    while (batch := found.next_batch()) is not None:
-        sent += [entry["reward"] for entry in batch.entries]
-        assert len(os.listdir("/proc/self/fd")) < before + 70
-        found.note_sent(batch, 0)
-    assert sent == list(range(10_000))
-    assert (found.pending, files(tmp_path)) == (0, [])
 
 
 def test_what_another_process_took_over_waits_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,25 +270,3 @@ def test_a_flush_waits_for_what_a_process_before_has_left(
     with Feedback(service.url, outbox=tmp_path) as feedback:
         assert feedback.flush(5)
         assert [len(call["feedback"]) for call in service.calls] == [1]
-
-
-def test_damaged_records_that_fill_a_batch_are_left_behind(
-    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feedback_outbox, "_BATCH_BYTES", 100)
-    service.answer = away
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        feedback.comment("a", "x" * 100)
-        feedback.reward("a", 1)
-        stop(feedback)
-    [path] = (each for each in files(tmp_path) if each.suffix == ".records")
-    path.write_bytes(path.read_bytes().replace(b"xxx", b"yyy"))
-
-    def strict(body: Json) -> Answer:
-        empty = {"error": {"message": "feedback must be a list of at least one object", "param": "feedback"}}
-        return taken(body) if body["feedback"] else (400, {}, empty)
-
-    service.answer, service.calls = strict, []
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        assert feedback.flush(5)
-    assert [len(call["feedback"]) for call in service.calls] == [1]

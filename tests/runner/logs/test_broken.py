@@ -10,8 +10,8 @@ import pytest
 from tests.runner.logs.test_spans import CHAT, MESSAGES, NEW, studio
 from tests.runner.logs.writing import ANSWER, USER, otlp, write_lines
 from tuneloop.runner.errors import LogRefused
-from tuneloop.runner.logs.exchange import BrokenEntries, LoggedExchange, optional_number
-from tuneloop.runner.logs.request_logs import read_export, read_openai_jsonl
+from tuneloop.runner.logs.exchange import BrokenEntries, LoggedExchange
+from tuneloop.runner.logs.request_logs import read_openai_jsonl
 from tuneloop.runner.logs.span_logs import read_otlp, read_studio
 
 GOOD = json.dumps({"messages": [USER, ANSWER]}).encode()
@@ -32,30 +32,10 @@ def test_broken_lines_are_counted_by_kind(tmp_path: Path) -> None:
     assert f"{log}:5: not UTF-8 at character 7" in "\n".join(report)
 
 
-def test_of_many_the_first_are_named(tmp_path: Path) -> None:
-    broken = BrokenEntries()
-    list(read_openai_jsonl(write_lines(tmp_path / "log.jsonl", [5] * 9), broken))
-    [line] = broken.report()
-    assert (line.count("log.jsonl:"), line[-5:]) == (3, "; ...")
-
-
 def test_what_windows_redirects_is_read(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_bytes(GOOD.decode().replace("parcel", "päckchen").encode("utf-16"))
     [exchange] = read_openai_jsonl(tmp_path / "log.jsonl")
     assert exchange.messages[0]["content"] == "Where is my päckchen?"
-
-
-def test_rows_of_no_export_are_counted(tmp_path: Path) -> None:
-    good = {"msg_id": "1", "messages": [USER, ANSWER]}
-    rows: list[Any] = [{"nothing": 1}, {"msg_id": "2", "prompt": 5, "completion": 6, "label": True}, good]
-    broken = BrokenEntries()
-    assert len(list(read_export(write_lines(tmp_path / "sft.jsonl", rows), broken))) == 1
-    assert broken.counts == {"no row of an export": 2}
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), 10**400, "5", True, None])
-def test_what_is_no_finite_number_is_none(number: object) -> None:
-    assert optional_number(number) is None
 
 
 # Spans.

@@ -9,7 +9,7 @@ import pytest
 
 from tests.runner.feedback.service import FeedbackService
 from tests.runner.shadow.recording import Seen, runner_of
-from tuneloop.runner import ExplicitMarkingStrategy, TrainingContext, TrainingRunner
+from tuneloop.runner import ExplicitMarkingStrategy, TrainingContext
 
 
 @pytest.fixture
@@ -65,14 +65,6 @@ def test_threads_do_not_see_each_others_marks(seen: Seen) -> None:
     assert seen.marks() == {str(number): (f"m{number}",) for number in range(5)}
 
 
-async def test_the_next_call_may_be_one_of_a_task_that_was_begun_for_it(seen: Seen) -> None:
-    with seen:
-        TrainingContext.mark("m")
-        await asyncio.create_task(seen.ask_async("a"))
-        await seen.ask_async("b")
-    assert seen.marks() == {"a": ("m",)}
-
-
 IN_A_CALL: list[Callable[[], object]] = [
     lambda: TrainingContext.mark("late"),
     lambda: copy_context().run(TrainingContext.mark, "late"),
@@ -86,28 +78,3 @@ def test_what_is_marked_while_a_call_runs_is_of_this_call(service: FeedbackServi
         for text in "ab":
             assert marking(text) == text
     assert [(each.call.args, each.call.marks) for each in results] == [(("a",), ("late",))]
-
-
-def test_marks_that_are_none_are_refused() -> None:
-    for labels in ((), ("",), (5,)):
-        with pytest.raises(ValueError, match="label"):
-            TrainingContext.mark(*labels)  # type: ignore[arg-type]
-
-
-def test_marks_of_a_call_are_gone_after_it_though_nothing_is_run_again(service: FeedbackService) -> None:
-    runner = TrainingRunner(service=service.url, model="t", agent=lambda run: len, reward_calculator=lambda result: 1.0)
-    ask = runner.wrap(len)
-    TrainingContext.mark("before")
-    assert ask("a") == 1
-    assert TrainingContext.marks() == ()
-
-
-def test_marks_that_no_call_takes_do_not_pile_up() -> None:
-    def mark() -> tuple[str, ...]:
-        for _ in range(1000):
-            TrainingContext.mark("hard")
-        with TrainingContext.mark("hard", "paid"):
-            pass
-        return TrainingContext.marks()
-
-    assert copy_context().run(mark) == ("hard",)

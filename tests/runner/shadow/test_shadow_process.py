@@ -157,33 +157,8 @@ def test_a_call_that_is_none_or_ended_its_process_thrice_is_set_aside(service: F
     assert sorted(each.name for each in calls.glob("*.aside")) == ["1-a-0.aside", "2-b-3.aside"]
 
 
-def test_one_process_at_a_time_runs_the_calls_of_a_queue(service: FeedbackService, folder: Path) -> None:
-    with shadow_process(folder, service.url, "app:make_agent", "--reward", "app:same"):
-        eventually((folder / "calls" / "feedback").is_dir)
-        with shadow_process(folder, service.url, "app:make_agent", "--reward", "app:same") as second:
-            assert second.wait(30) == 2
-
-
 ODD = [
     ("app", "is not MODULE:NAME"),
     ("no_such_module_here:f", "No module named"),
     ("json:nothing", "has no attribute 'nothing'"),
 ]
-
-
-@pytest.mark.parametrize(("agent", "why"), ODD)
-def test_what_cannot_be_loaded_is_refused(folder: Path, agent: str, why: str) -> None:
-    with shadow_process(folder, "http://s", agent, "--reward", "json:dumps") as process:
-        said, _ = process.communicate(timeout=30)
-    assert (process.returncode, why in said) == (2, True)
-
-
-def test_a_queue_that_is_full_drops_and_counts(tmp_path: Path) -> None:
-    with TrainingRunner(queue=tmp_path, selection_strategy=EveryCall(), queue_size=2) as runner:
-        for number in range(2):
-            runner.wrap(str)(number)
-        eventually(lambda: runner.counters()["queued"] == 2)
-        runner.wrap(str)(2)
-    assert runner.counters() | {"queued": 2, "dropped_queue_full": 1} == runner.counters()
-    with pytest.raises(ValueError, match="shadow"):
-        runner.wrap(str, agent=lambda run: str)

@@ -90,15 +90,6 @@ def test_a_call_of_a_tool_that_is_not_registered_is_refused_with_a_result_that_s
     assert [each.outcome for each in result.tool_calls] == ["refused", "refused"]
 
 
-def test_a_name_that_several_tools_have_stands_for_none_of_them(service: FeedbackService) -> None:
-    with runner_of(service.url) as (runner, results):
-        for answer in ("ann", "bob"):
-            runner.tools.tool(lambda answer=answer: answer, read_only=True, name="who")
-        runner.wrap(lambda: 1, agent=lambda run: lambda: [list(run.tools), run.tools["who"]()])()
-    assert results[0].result[0] == []
-    assert "was not run" in results[0].result[1]
-
-
 def test_the_error_that_a_shadow_run_meets_is_not_productions_own(service: FeedbackService) -> None:
     """Production may still have to log its own, with where it came from."""
     raised: list[Exception] = []

@@ -158,17 +158,6 @@ def fail(*args: object) -> Any:
     raise AssertionError
 
 
-def test_wrong_arguments_are_the_shadows_own_error(service: FeedbackService) -> None:
-    def attempt(shop: Shop) -> str:
-        try:
-            return str(shop.buy())  # type: ignore[call-arg]
-        except TypeError:
-            return "wrong"
-
-    shop, _, result = rehearse(service, lambda shop: None, attempt)
-    assert (shop.done, result.result) == ([], "wrong")
-
-
 def test_as_decorators_with_a_refusal_of_ones_own(service: FeedbackService) -> None:
     tools = ShadowTools(refusal=lambda name, arguments: [name, json.loads(arguments)])
 
@@ -183,48 +172,3 @@ def test_as_decorators_with_a_refusal_of_ones_own(service: FeedbackService) -> N
     with runner_of(service.url) as (runner, results):
         runner.wrap(lambda: None, agent=lambda run: lambda: [send("ann", "bob", cc=1), look(object())])()
     assert results[0].result == [["send", {"to": "ann", "rest": ["bob"], "more": {"cc": 1}}], "seen"]
-
-
-def test_a_tool_that_yields_is_refused() -> None:
-    def pieces() -> Any:
-        yield 1
-
-    with pytest.raises(TypeError, match="yields"):
-        ShadowTools().tool(pieces)
-
-
-class Detached:
-    """A thing of the app's that says nothing of itself."""
-
-    def __repr__(self) -> str:
-        raise LookupError("detached")
-
-    def __deepcopy__(self, memo: object) -> "Detached":
-        return self
-
-
-class Mute(Exception):
-    def __reduce__(self) -> Any:
-        raise LookupError
-
-    def __str__(self) -> str:
-        raise LookupError
-
-
-@pytest.mark.parametrize("given", [Detached(), {Detached(): 1}, [Detached()]])
-def test_what_arguments_raise_when_they_are_looked_at_does_not_reach_production(
-    service: FeedbackService, given: Any
-) -> None:
-    with runner_of(service.url, capture=lambda args, kwargs: (args, kwargs)) as (runner, results):
-        save = runner.tools.tool(lambda thing: "saved", name="save")
-        assert runner.wrap(lambda: save(given), agent=lambda run: lambda: save(given))() == "saved"
-    assert results[0].result == "saved"
-    assert [each.outcome for each in results[0].tool_calls] == ["recorded"]
-
-
-def test_productions_error_reaches_it_whatever_it_says_of_itself(service: FeedbackService) -> None:
-    def buy() -> None:
-        raise Mute
-
-    with runner_of(service.url) as (runner, _), pytest.raises(Mute):
-        runner.wrap(runner.tools.tool(buy))()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.doubles.judge import JudgeDouble, judge_place, shown, verdict
-from tuneloop.runner import Endpoint, Judge, JudgeAway
+from tuneloop.runner import Endpoint, Judge
 from tuneloop.runner.tasks.augmentation import augment_tasks, learn_task_rubric, screen_tasks
 from tuneloop.runner.tasks.task_set import ImportedTask
 
@@ -65,12 +65,6 @@ def test_what_is_no_task_is_counted(double: JudgeDouble, endpoint: Endpoint) -> 
     assert (counts.asked, counts.made, counts.invalid, counts.duplicates) == (24, 2, 3, 2)
     assert (counts.failed, counts.missing) == (2, 17)
     assert counts.asked == counts.made + counts.invalid + counts.duplicates + counts.missing
-
-
-def test_a_model_that_is_away_is_told(double: JudgeDouble, endpoint: Endpoint) -> None:
-    double.answers = [(503, "", {})]
-    with pytest.raises(JudgeAway):
-        augment_tasks([task()], endpoint)
 
 
 def test_a_judge_keeps_what_is_good_enough(double: JudgeDouble) -> None:

@@ -1,13 +1,12 @@
 """Datasets of tasks: their files, splits and orders, and what is said of those that cannot be used."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tuneloop.runner.errors import DatasetRefused, ExtraMissing, TuneRefused
+from tuneloop.runner.errors import DatasetRefused
 from tuneloop.runner.tasks.dataset import DatasetConfig
 
 ROWS = [{"question": f"{n} + {n}?", "answer": str(2 * n)} for n in range(20)]
@@ -89,17 +88,6 @@ def test_parquet_arrow_and_what_save_to_disk_wrote(tmp_path: Path, monkeypatch: 
         DatasetConfig(str(tmp_path / "dict"), split="dev").tasks()
 
 
-def test_the_package_that_reads_parquet_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "train.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ExtraMissing, match=r"train.parquet is parquet: in a clone .*pip install .*\[datasets\]"):
-        DatasetConfig(str(tmp_path)).preview()
-    with pytest.raises(ExtraMissing, match="openai/gsm8k is not a file or folder here"):
-        DatasetConfig("openai/gsm8k").preview()
-
-
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("\n\n")
     for read in (DatasetConfig(str(tmp_path)).tasks, DatasetConfig(str(tmp_path)).preview):
@@ -108,12 +96,6 @@ def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(DatasetRefused, match="there is no file of tasks in it"):
         DatasetConfig(str(tmp_path)).tasks()
-
-
-def test_a_split_that_is_not_there_is_refused_with_those_that_are(folder: Path) -> None:
-    with pytest.raises(DatasetRefused, match="there is no split 'validation'; there are: test, train") as refused:
-        DatasetConfig(str(folder), split="validation").tasks()
-    assert isinstance(refused.value, TuneRefused)
 
 
 def test_a_broken_line_is_named(folder: Path) -> None:
@@ -136,23 +118,3 @@ def test_a_broken_line_is_named(folder: Path) -> None:
     whole.write_text("[\n" + "{},\n" * 15 + "{,\n]")
     with pytest.raises(DatasetRefused, match=r"whole\.json:17: this is not JSON"):
         DatasetConfig(str(whole)).tasks()
-
-
-@pytest.mark.parametrize("path", ["/nowhere", "./nowhere", "nowhere.jsonl"])
-def test_a_path_that_is_not_there_is_refused(path: str) -> None:
-    with pytest.raises(DatasetRefused, match="there is no such file or folder"):
-        DatasetConfig(path).tasks()
-
-
-@pytest.mark.parametrize("but", [{"total_epochs": 0}, {"total_steps": 1.5}, {"total_epochs": True}, {"split": "a b"}])
-def test_a_value_that_makes_no_sense_is_refused(but: dict[str, Any]) -> None:
-    with pytest.raises(DatasetRefused, match=next(iter(but))):
-        DatasetConfig("x", **but)
-
-
-def test_a_file_has_no_split_but_train_and_that_of_its_name(tmp_path: Path) -> None:
-    (tmp_path / "validation.jsonl").write_text(lines(ROWS[:3]))
-    for split in ("train", "validation", "train[:3]", None):
-        assert DatasetConfig(str(tmp_path / "validation.jsonl"), split=split).tasks() == ROWS[:3]
-    with pytest.raises(DatasetRefused, match="there is no split 'nonsense': a file is one, 'train' or 'validation'"):
-        DatasetConfig(str(tmp_path / "validation.jsonl"), split="nonsense").tasks()

@@ -3,8 +3,6 @@
 import random
 from typing import Any
 
-import pytest
-
 from tuneloop.runner.tasks.task_set import ImportedTask, deduplicate
 
 WORDS = ["parcel", "invoice", "refund", "order", "monday", "address", "street", "late", "broken", "window", "email"]
@@ -52,11 +50,6 @@ def test_the_prompt_of_a_system_makes_no_questions_alike() -> None:
     assert len(deduplicate(tasks).kept) == 2
 
 
-def test_a_question_in_another_conversation_is_another_task() -> None:
-    tasks = [task("a", "And then?", {"role": "user", "content": "Boil the eggs."}), task("b", "And then?")]
-    assert len(deduplicate(tasks).kept) == 2
-
-
 def test_languages_without_spaces_are_compared_too() -> None:
     text = "请问我上周在你们商店订购的包裹现在在哪里,什么时候可以送到我家,谢谢"
     assert left(text, text + "!", "取消我的账户") == "02"
@@ -65,12 +58,6 @@ def test_languages_without_spaces_are_compared_too() -> None:
 def test_what_is_in_another_set_is_left_out() -> None:
     found = deduplicate([task("b", "Where is my parcel?")], against=[task("a", "where is my parcel?")])
     assert (found.kept, found.exact) == ((), {"b": "a"})
-
-
-@pytest.mark.parametrize("near", [0.0, 1.5, -1.0])
-def test_a_share_that_is_none_is_refused(near: float) -> None:
-    with pytest.raises(ValueError, match="near"):
-        deduplicate([], near=near)
 
 
 def test_hashing_finds_what_comparing_all_pairs_finds() -> None:

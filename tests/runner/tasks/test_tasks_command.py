@@ -72,13 +72,6 @@ def test_a_strict_import_writes_nothing_if_a_line_cannot_be_read(run: Run, log: 
     assert not (tmp_path / "t").exists()
 
 
-def test_a_source_of_which_nothing_can_be_read_is_refused(run: Run, log: Path, tmp_path: Path) -> None:
-    code, said = run("import", "--from", f"otlp:{log}", "--to", tmp_path / "t")
-    assert code == 1
-    assert said.startswith(f"--from otlp:{log}: nothing of it can be read: 4 no OTLP: {log}:1: ")
-    assert not (tmp_path / "t").exists()
-
-
 def test_an_opt_out_is_overruled_by_who_says_so(run: Run, log: Path, tmp_path: Path) -> None:
     run("import", "--from", f"openai:{log}", "--to", tmp_path / "t", "--include-opted-out")
     assert rows(tmp_path / "t")[-1]["question"] == "Delete my account, I said!"
@@ -143,34 +136,3 @@ def test_tasks_are_augmented(run: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "1 tasks, 2 variations asked for, 1 made, 1 invalid, 0 duplicates, 0 missing, 2 written" in said
     assert [each.get("provenance", {}).get("parent") for each in rows(tmp_path / "more")] == [None, "a"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["import", "--from", "csv:x", "--to", "t"], "the kinds are export, openai, otlp, studio, service"),
-        (["import", "--from", "openai:away.jsonl", "--to", "t"], "away.jsonl"),
-        (["import", "--from", "service:http://127.0.0.1:9", "--to", "t"], "does not answer"),
-        (["augment", "away.jsonl", "--to", "t"], "away.jsonl"),
-    ],
-)
-def test_what_is_refused_is_a_sentence(run: Run, arguments: list[str], words: str) -> None:
-    code, said = run(*arguments)
-    assert code == 1
-    assert words in said
-
-
-def test_a_model_must_be_named(run: Run, log: Path, tmp_path: Path) -> None:
-    code, said = run("import", "--from", f"openai:{log}", "--to", tmp_path / "t", "--rubric", tmp_path / "r")
-    assert (code, said) == (1, "name a model: --judge-url and --judge-model\n")
-    assert not (tmp_path / "t").exists()
-
-
-def test_half_a_character_and_a_byte_order_mark_do_not_stop_an_import(run: Run, tmp_path: Path) -> None:
-    """As logs have them that were cut by length, and files that were written on Windows."""
-    cut = [asked("Where is my parcel? \ud83d"), asked("Cancel order 7.", user="ann\udc00", tools=[])]
-    log = tmp_path / "log.jsonl"
-    log.write_text("\ufeff" + "".join(json.dumps(each) + "\n" for each in cut), encoding="utf-8")
-    code, said = run("import", "--from", f"openai:{log}", "--to", tmp_path / "tasks.jsonl")
-    assert code == 0, said
-    assert [each["question"] for each in rows(tmp_path / "tasks.jsonl")] == ["Where is my parcel? ?", "Cancel order 7."]

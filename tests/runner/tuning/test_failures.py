@@ -2,19 +2,18 @@
 
 import asyncio
 import math
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI
 
 from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import MODEL, ServiceDouble
 from tests.runner.tuning.tuned import tuned
-from tuneloop.runner import AlgorithmConfig, JudgeOutput, ServiceAway, TuneFailed, TuneRefused, WorkflowOutput, tune
+from tuneloop.runner import AlgorithmConfig, JudgeOutput, ServiceAway, TuneFailed, WorkflowOutput, tune
 
 TASKS = [{"question": f"{n}+1", "bad": n % 4 == 3} for n in range(8)]
 STEPS = AlgorithmConfig(group_size=2, batch_size=4)
@@ -255,57 +254,3 @@ def test_a_service_that_stays_away_stops_it_and_resume_goes_on(tmp_path: Path) -
         call()
     assert len(double.rewards) == 16
     assert double.accepted == 16
-
-
-def test_a_plain_function_that_ends_the_process_is_a_failure_too(tmp_path: Path) -> None:
-    def ends(task: Any, model: OpenAI) -> Any:
-        sys.exit("enough")
-
-    with serving(ServiceDouble()) as url, pytest.raises(TuneFailed, match="workflow raised"):
-        tune(workflow_func=ends, train_dataset=TASKS, algorithm=STEPS, service=url, checkpoint_root_dir=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value", "words"),
-    [
-        ("train_dataset", [], "is empty"),
-        ("train_dataset", None, "is empty"),
-        ("train_dataset", ["3+4"], "task 0 is str, not a mapping"),
-        ("train_dataset", 5, "a list of tasks, or a DatasetConfig"),
-        ("train_dataset", "tasks.jsonl", "a DatasetConfig, which reads a file"),
-        ("train_dataset", Path("tasks.jsonl"), "a DatasetConfig, which reads a file"),
-        ("train_dataset", {"question": "1+1"}, "a list of tasks"),
-        ("eval_dataset", 5, "a list of tasks"),
-        ("algorithm", {"batch_size": 2}, "an AlgorithmConfig, not {'batch_size': 2}"),
-        ("model", "Qwen", "a TunerModelConfig, not 'Qwen'"),
-        ("models", ["a"], "a dict of names"),
-        ("models", {"a": "Qwen"}, "'a' must be a TunerModelConfig"),
-        ("auxiliary_models", "judge", "a dict of names and models"),
-        ("project_name", 5, "a text"),
-        ("service", 5, "a URL"),
-        ("service", "localhost:8010", "'localhost:8010' is no URL"),
-        ("service", {"a": "http://localhost:8010", "b": "http://"}, "'http://' is no URL"),
-        ("monitor_type", "tb", "there is no 'tb' here"),
-        ("experiment_name", "../x", "is '../x'"),
-        ("settings", [1], "a dict"),
-        ("checkpoint_root_dir", 5, "a path"),
-        ("checkpoint_root_dir", __file__, "cannot be made: Not a directory"),
-        ("config_path", 5, "a path"),
-        ("seed", "a", "a whole number"),
-        ("resume", "no", "True or False, not 'no'"),
-        ("shuffle", "no", "True or False"),
-        ("evaluate_after", 0, "True or False"),
-        ("api_key", "\u043a", "visible ASCII"),
-        ("api_key", "a\nb", "visible ASCII"),
-        ("view", 5, "the methods say, run_ended, step, evaluation"),
-    ],
-)
-def test_an_argument_of_the_wrong_kind_is_refused_by_its_name(
-    tmp_path: Path, argument: str, value: Any, words: str
-) -> None:
-    given: dict[str, Any] = {"train_dataset": TASKS, "service": "http://127.0.0.1:9", "checkpoint_root_dir": tmp_path}
-    with pytest.raises(TuneRefused) as refused:
-        tune(workflow_func=workflow_with(raises), **given | {argument: value})
-    assert str(refused.value).startswith(argument)
-    assert words in str(refused.value)
-    assert list(tmp_path.iterdir()) == []

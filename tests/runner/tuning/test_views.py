@@ -1,6 +1,5 @@
 """What is shown: curves for TensorBoard, and the examples of docs/tune.md."""
 
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -57,10 +56,6 @@ def test_the_interval_is_wilsons_of_binary_rewards_and_students_of_others(
 ) -> None:
     found = interval_of(rewards)
     assert (found.low, found.high) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
-
-
-def test_one_reward_says_nothing_of_the_mean() -> None:
-    assert interval_of([0.5]).high == math.inf
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -40,19 +40,6 @@ def test_loss_and_gradient_are_those_of_others(golden):
     agrees_with_others(golden, _loss, _algorithm(**golden.settings), _targets(golden.inputs))
 
 
-def test_a_pair_that_is_cut_in_two_is_an_error():
-    inputs = GOLDEN[0].inputs
-    index = torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="cut in two"):
-        _loss(_algorithm(), _targets(inputs).rows(index, inputs["mask"][index]), inputs["logprobs"][index])
-
-
-def test_an_odd_number_of_rows_is_an_error():
-    targets = Targets(mask_BR=torch.ones(3, 2, dtype=torch.bool), sampled_BR=torch.zeros(3, 2))
-    with pytest.raises(ValueError, match="do not form pairs"):
-        dpo.prepare(_algorithm(), targets, None, {})
-
-
 def test_long_replies_keep_the_sign_of_a_small_difference():
     """In float32 the sum of 4000 numbers loses a difference of 1e-4."""
     length = 4000

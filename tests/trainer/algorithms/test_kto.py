@@ -6,7 +6,7 @@ import torch
 
 from tests.trainer.factories import sample
 from tests.trainer.golden.fixtures import cases
-from tests.trainer.pairwise import agrees_with_others, is_the_sum_of_its_micro_batches, loss_of
+from tests.trainer.pairwise import agrees_with_others, loss_of
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import kto
 from tuneloop.trainer.algorithms.terms import CallRewards, Targets
@@ -37,20 +37,6 @@ def _targets(inputs):
 @pytest.mark.parametrize("golden", GOLDEN, ids=str)
 def test_loss_and_gradient_are_those_of_others(golden):
     agrees_with_others(golden, _loss, _algorithm(**golden.settings), _targets(golden.inputs))
-
-
-def test_cutting_into_micro_batches_changes_nothing_but_a_mean_of_each_would():
-    inputs = GOLDEN[0].inputs
-    cut = ([0, 2, 3], [1, 4, 5, 6, 7])
-    is_the_sum_of_its_micro_batches(inputs, _loss, _algorithm(), _targets(inputs), cut)
-
-
-def test_a_batch_of_one_kind_is_finite():
-    inputs = GOLDEN[0].inputs
-    targets = _targets(inputs | {"desirable": torch.ones(8, dtype=torch.bool)})
-    told = _loss(_algorithm(), targets, inputs["logprobs"])
-    assert torch.isfinite(told.value)
-    assert float(told.metrics["rewards/rejected"]) == 0
 
 
 def test_the_threshold_itself_is_desirable_and_the_divergence_never_negative():

@@ -1,6 +1,5 @@
 """Grammars are rebuilt as the engine enforced them, and log-probabilities are those among the tokens they allow."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from tests.trainer.factories import sample
 from tuneloop.shared.experience import AllowedTokens, Grammar, Sample, pack_ids
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, TokenSequence, assemble, collate
-from tuneloop.trainer.batches.selection import find_missing_library, select, with_allowed_tokens
+from tuneloop.trainer.batches.selection import select, with_allowed_tokens
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.models.model import Actor
@@ -303,19 +302,3 @@ def test_without_xgrammar_it_is_said_what_is_missing(
     [(reason, [dropped])] = refused.items()
     assert dropped is said
     assert 'pip install ./runner ".[grammar]"' in reason
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "warns"),
-    [("ppo", True), ("sft", False)],
-)
-def test_a_trainer_without_xgrammar_says_so_at_its_start(
-    of_bytes: Callable[..., Settings],
-    monkeypatch: pytest.MonkeyPatch,
-    algorithm: str,
-    warns: bool,
-) -> None:
-    settings = of_bytes(algorithm={"algorithm_type": algorithm})
-    assert find_missing_library(settings) is None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert (find_missing_library(settings) is not None) is warns

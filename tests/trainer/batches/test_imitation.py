@@ -10,10 +10,9 @@ from transformers import AutoTokenizer
 
 from examples.sums.model import build, save
 from tests.constants import section_of
-from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.batches.selection import imitable, sort_out, with_demonstrations
+from tuneloop.trainer.batches.selection import imitable, with_demonstrations
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 
 #: The tokenizer's; the config of the tiny model names another one.
@@ -95,13 +94,6 @@ def test_it_ends_as_the_model_s_own_reply_did(settings, base, tmp_path):
         assert edited.completion_ids[-1] == end
 
 
-def test_a_reply_that_was_cut_off_may_be_edited(settings):
-    _, edited = _demonstrated(settings, "whole", finish_reason="length", completion_ids=np.zeros(0, np.int32))
-    sft = _algorithm()
-    kept, refused = sort_out([edited], sft, vocabulary=VOCABULARY, group_by="none")
-    assert ([each.id for each in kept], refused) == ([9], {})
-
-
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
@@ -119,14 +111,6 @@ def test_an_answer_that_cannot_be_written_is_left_out_and_says_why(settings, ans
     taken, refused = with_demonstrations([given], settings(algorithm={"algorithm_type": "sft"}))
     assert taken == []
     assert [reason in sentence for sentence in refused] == [True]
-
-
-def test_a_message_of_text_is_its_text_and_other_json_is_text_itself(settings):
-    _, of_message = _demonstrated(settings, json.dumps({"role": "assistant", "content": "hello"}))
-    _, of_text = _demonstrated(settings, "hello")
-    assert of_message.completion_ids.tolist() == of_text.completion_ids.tolist()
-    _, of_json = _demonstrated(settings, '{"a": 1}')
-    assert len(of_json.completion_ids) == len('{"a": 1}') + 1
 
 
 @pytest.mark.parametrize(

@@ -85,16 +85,6 @@ def test_a_rehearsal_makes_all_passes_and_changes_nothing(settings, monkeypatch,
         assert all(map(torch.equal, one.tensors(), other.tensors()))
 
 
-def test_a_rehearsal_without_room_leaves_the_first_step_to_find_out(settings, monkeypatch):
-    chosen = settings()
-    learner = snapshot.load(chosen, None)
-    _full_after(monkeypatch, calls=0, room=0)
-    with capture_logs() as logs:
-        MicroBatch(chosen).rehearse(learner)
-    assert [each["event"] for each in logs] == ["step_not_rehearsed"]
-    assert not learner.spoilt
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_first_step_is_rehearsed_while_rows_are_awaited(settings, ledger, monkeypatch, shared):
@@ -290,15 +280,6 @@ def test_where_nothing_fits_it_is_one_sentence(settings, monkeypatch):
     learner = snapshot.load(chosen, None)
     with pytest.raises(EnvironmentRefused, match=r"^trainer\.micro_batch_tokens: not even 128 at once fit"):
         MicroBatch(chosen).step(learner, ROWS, version=0)
-
-
-def test_weights_that_have_no_room_are_refused_with_what_to_do(settings, ledger, monkeypatch):
-    def resume(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free")
-
-    monkeypatch.setattr(snapshot, "resume", resume)
-    with pytest.raises(EnvironmentRefused, match=r"CUDA out of memory\. Lower .*gpu_memory_utilization"):
-        run(settings(), Event())
 
 
 @pytest.mark.gpu

@@ -1,9 +1,6 @@
 """Pairs: each reply in at most one, and what is left over says why."""
 
-from contextlib import nullcontext
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,15 +67,3 @@ def test_selection_makes_pairs_for_dpo_of_what_can_be_trained_on():
         "the reply has no tokens": [2],
         "no pair: the other replies of its group cannot be trained on": [3],
     }
-
-
-@pytest.mark.parametrize(
-    ("group_by", "accepted"), [("none", False), ("run", False), ("task", True), ("preference", True)]
-)
-def test_dpo_wants_pairs(settings, group_by, accepted):
-    with nullcontext() if accepted else pytest.raises(ValueError, match="dpo learns from pairs"):
-        settings(
-            algorithm={"algorithm_type": "dpo"},
-            buffer={"group_by": group_by},
-            reward={"weights": {"rating": 1.0, "preference": 1.0}},
-        )

@@ -139,22 +139,6 @@ def test_a_bad_line_is_refused_by_its_number(tmp_path, line, reason):
     assert reason in str(refused.value)
 
 
-def test_a_file_that_is_not_there_or_empty_is_refused(tmp_path):
-    with pytest.raises(EnvironmentRefused, match="cannot be read: No such file or directory"):
-        tasks_of(EvaluationSettings(path=tmp_path / "none"))
-    (tmp_path / "empty").write_bytes(b"\n\n")
-    with pytest.raises(EnvironmentRefused, match="holds no task"):
-        tasks_of(EvaluationSettings(path=tmp_path / "empty"))
-    assert tasks_of(EvaluationSettings()) == []
-
-
-def test_a_question_that_the_model_cannot_be_asked_is_refused(held_out):
-    with pytest.raises(EnvironmentRefused, match=r"line 2: a question of 5 tokens and a reply of .* 6, are more than"):
-        held_out({"prompt": "abcd", "answer": "?"}, {"prompt": "abcde", "answer": "?"}, model={"max_model_len": 10})
-    with pytest.raises(EnvironmentRefused, match="line 1: the question has no tokens"):
-        held_out({"messages": [{"role": "user", "content": ""}], "answer": "?"})
-
-
 # In the loop.
 
 

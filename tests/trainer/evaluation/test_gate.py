@@ -5,7 +5,6 @@ from threading import Event
 
 import pytest
 import torch
-from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from tests.doubles.judge import judge_place, shown, verdict
@@ -106,11 +105,6 @@ def test_other_tasks_make_another_examination(gated, ledger):
 
 
 # A model that judges.
-
-
-def test_a_model_that_judges_must_be_named(gated):
-    with pytest.raises(ValidationError, match=r"monitor\.evaluation\.judge: model needs judge\.url"):
-        gated(evaluation={"judge": "model"})
 
 
 def test_a_model_judges_with_the_question_and_the_answer_before_it(gated):

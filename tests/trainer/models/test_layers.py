@@ -7,11 +7,10 @@ import torch
 from structlog.testing import capture_logs
 
 from tests.trainer.factories import gradients_of, sample
-from tuneloop.shared.errors import SettingsError
 from tuneloop.trainer.batches.batch import assemble
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import _collate
-from tuneloop.trainer.models.model import checkpoint_layers, is_compiling
+from tuneloop.trainer.models.model import is_compiling
 
 SAMPLES = [sample(i) for i in range(6)]
 
@@ -51,11 +50,6 @@ def test_activations_that_are_made_again_change_no_gradient(settings, base, adap
     told = learner.actor.network.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=4)
     plain = plain.actor.network
     assert torch.equal(told, plain.generate(ids_BT, attention_mask=torch.ones_like(ids_BT), max_new_tokens=4))
-
-
-def test_a_model_without_layers_of_its_own_is_refused_by_the_setting_s_name():
-    with pytest.raises(SettingsError, match=r"^trainer\.activation_checkpointing: Linear has no layers for it"):
-        checkpoint_layers(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,6 @@ def test_an_alarm_is_raised_once_and_cleared_once():
     assert told == [("reply_length", True), ("reply_length", False)]
 
 
-def test_an_alarm_stays_where_nothing_is_known_and_goes_where_its_monitor_is_gone():
-    assert list(drift.changes(History(raised={"kl": 3, "gone": 3}), {})) == [("gone", False)]
-
-
 # Whether anything is learnt.
 
 EQUAL, IDLE_ALL = {SPREAD: 0.0, REWARD: 1.0}, {REWARD: 0.5, SPREAD: 1.0, IDLE: 1.0}

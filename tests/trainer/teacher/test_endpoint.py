@@ -2,7 +2,6 @@
 
 import threading
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -129,15 +128,3 @@ def test_its_reply_takes_the_place_of_the_model_s(remote, double):
     assert (asked["temperature"], asked["top_p"], asked["top_k"], asked["max_tokens"]) == (1.0, 1.0, 0, 9)
     prompts = sorted(body["prompt"] for body in double.requests[1:])
     assert prompts == sorted(each.prompt_ids.tolist() for each in samples)
-
-
-def test_a_prompt_too_long_for_the_teacher_is_refused(remote, double):
-    teacher = remote()
-    teacher.check()
-    double.refuses = 3
-    short, long = (
-        msgspec.structs.replace(sample(i), prompt_ids=np.arange(n, dtype=np.int32)) for i, n in ((0, 3), (1, 4))
-    )
-    with pytest.raises(SamplesRefused) as caught:
-        teacher.reply([short, long])
-    assert next(iter(caught.value.refused.values())) == [1]

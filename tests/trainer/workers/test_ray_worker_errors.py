@@ -1,13 +1,11 @@
 """What a worker of Ray Train does before it trains, and says of what it cannot; without a cluster."""
 
 import os
-import socket
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.train import ControllerError, WorkerGroupError
 
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.trainer.workers import rank, ray_workers
@@ -59,17 +57,3 @@ def test_a_node_without_a_folder_is_named_with_the_folder(work, settings, tmp_pa
     _, sentence = board.refusal()
     assert sentence.startswith("on 10.0.0.7: checkpoint_root_dir: ")
     assert str(missing) in sentence
-
-
-def test_what_ray_says_in_many_lines_is_said_in_one():
-    died = "A worker health check failed.\nWorker(\n  node_ip='10.0.0.7',\n)\n\tactor_id: 5f\nThe actor is dead."
-    raised = "Traceback (most recent call last):\n  File\nRankFailed: rank 0 has ended\n"
-    both = WorkerGroupError("…", {0: RuntimeError(died), 1: RuntimeError(raised)})
-    said = "worker 0 on 10.0.0.7: The actor is dead.; worker 1: RankFailed: rank 0 has ended"
-    assert ray_workers.reason_of(both) == said
-    assert ray_workers.reason_of(ControllerError(RuntimeError("…\nit ran out of memory"))) == "it ran out of memory"
-
-
-def test_the_network_of_an_address_is_found():
-    assert ray_workers.interface_of("127.0.0.1") == socket.if_indextoname(1)
-    assert ray_workers.interface_of("203.0.113.1") is None

@@ -37,8 +37,8 @@ from tuneloop.shared.finetuning.job_plan import plan_job
 from tuneloop.shared.finetuning.lines import check_file
 from tuneloop.shared.job_marks import touch_committed
 from tuneloop.shared.ledger.files import FILES, StoredFile
-from tuneloop.shared.ledger.jobs import OPEN, Job, JobDraft, JobEvent
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
+from tuneloop.shared.ledger.policies import OPEN, Job, JobDraft, JobEvent
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.operations.job_requests import MAX_SUFFIX, PURPOSE
 from tuneloop.shared.settings.base_model import require_trainable

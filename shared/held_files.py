@@ -1,56 +1,23 @@
-"""Files that others write, or delete meanwhile: second names for as long as they are copied, and no links.
+"""Files that others write, or delete meanwhile: second names for as long as they are copied.
 
 {root}/.holding-*/    the files, and `lock`, held by the process that wants them
 """
 
-import errno
 import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
 _HOLDING = ".holding-"
 
 
-def open_unlinked(path: Path) -> BinaryIO:
-    """Open a file to read it, unless it is a symbolic link, which may name any file. Raises OSError."""
-    return os.fdopen(no_link(path, os.O_RDONLY), "rb")
-
-
-def append_unlinked(path: Path) -> BinaryIO:
-    """Open a file to write at its end, made if need be, unless it is a symbolic link. Raises OSError."""
-    return os.fdopen(no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
-
-
-def change_unlinked(path: Path) -> RawIOBase:
-    """Open a file to read it and to write in it, made if need be, unless it is a symbolic link. Raises OSError."""
-    return os.fdopen(no_link(path, os.O_RDWR | os.O_CREAT), "r+b", buffering=0)
-
-
 def new_unlinked(path: Path) -> BinaryIO:
     """Make a file to write in that only we may read, where there is none, and no link either. Raises OSError."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
-
-
-def no_link(path: str | Path, flags: int) -> int:
-    """The opener of files that must not be symbolic links. Raises OSError for one."""
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)  # less the umask, as ever
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "a link, which is not followed", str(path)) from None
-        raise
-
-
-def read_unlinked(path: Path) -> bytes:
-    """All of such a file. Raises OSError."""
-    with open_unlinked(path) as file:
-        return file.read()
 
 
 @contextmanager

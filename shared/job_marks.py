@@ -25,7 +25,7 @@ import msgspec
 
 from tuneloop.shared.checkpoints import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.held_files import EXPERIMENT, append_unlinked, change_unlinked, make_below, read_unlinked
+from tuneloop.shared.held_files import EXPERIMENT, make_below
 
 #: Below a job folder: what the explorer served last, the clients' keys, and the key that replies are named with.
 SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
@@ -68,7 +68,7 @@ class Restoring(msgspec.Struct, frozen=True):
 def folder_mark(job_dir: Path) -> str | None:
     """The mark of the folder; None where it has none, or is away."""
     with suppress(OSError):
-        return read_unlinked(job_dir / EXPERIMENT).decode(errors="replace").strip()
+        return (job_dir / EXPERIMENT).read_bytes().decode(errors="replace").strip()
     return None
 
 
@@ -110,7 +110,7 @@ def note_step_rules(job_dir: Path, rules: StepRules) -> None:
 
 def restoring_in(job_dir: Path) -> Restoring | None:
     try:
-        return msgspec.json.decode(read_unlinked(job_dir / _RESTORING), type=Restoring)
+        return msgspec.json.decode((job_dir / _RESTORING).read_bytes(), type=Restoring)
     except FileNotFoundError:
         return None
     except msgspec.MsgspecError:
@@ -136,7 +136,7 @@ def require_restored(job_dir: Path) -> None:
 
 
 def touch_traffic(job_dir: Path) -> None:
-    _touch(job_dir / _TRAFFIC)
+    (job_dir / _TRAFFIC).touch()
 
 
 def traffic_stamp(job_dir: Path) -> int:
@@ -145,17 +145,12 @@ def traffic_stamp(job_dir: Path) -> int:
 
 
 def touch_committed(job_dir: Path) -> None:
-    _touch(job_dir / _COMMITTED)
+    (job_dir / _COMMITTED).touch()
 
 
 def committed_stamp(job_dir: Path) -> int:
     """What changes whenever `touch_committed` is called; 0 before the first time."""
     return _stamp_of(job_dir / _COMMITTED)
-
-
-def _touch(mark: Path) -> None:
-    with append_unlinked(mark) as file:
-        os.utime(file.fileno())
 
 
 def _stamp_of(mark: Path) -> int:
@@ -173,7 +168,7 @@ class MarkLock:
 
     def __init__(self, path: Path) -> None:
         make_below(path.parent)
-        self._file = change_unlinked(path)  # A network's file system asks for both rights.
+        self._file = path.open("a+b", buffering=0)  # A network's file system asks for both rights.
 
     def fileno(self) -> int:
         return self._file.fileno()
@@ -229,7 +224,7 @@ def load_key(path: Path) -> bytes:
     make_below(path.parent)
     _make_once(path, secrets.token_bytes(_KEY_BYTES), mode=0o600)
     sync_folder(path.parent.parent)
-    key = read_unlinked(path)
+    key = path.read_bytes()
     if len(key) != _KEY_BYTES:
         raise EnvironmentRefused(
             f"checkpoint_root_dir: {path} is not a key of {_KEY_BYTES} bytes: restore it from a copy, or delete it and "
@@ -255,7 +250,7 @@ def _make_once(path: Path, content: bytes, *, mode: int) -> None:
 
 def _read(path: Path, kind: type[_Mark]) -> _Mark | None:
     try:
-        return msgspec.json.decode(read_unlinked(path), type=kind)
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError):
         return None
 

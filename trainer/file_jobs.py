@@ -22,9 +22,8 @@ from tuneloop.shared.experience import Exchange, Sample, VersionState
 from tuneloop.shared.finetuning.lines import LineIndex, read_lines
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.files import FILES
-from tuneloop.shared.ledger.jobs import Job
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.policies import Policy
+from tuneloop.shared.ledger.policies import Job, Policy
 from tuneloop.shared.ledger.training.file_rows import ENDPOINT, FileRow, TakenLines
 from tuneloop.shared.ledger.training.training import WaitingRows
 from tuneloop.shared.privacy.redactor import Redactor

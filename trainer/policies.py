@@ -34,9 +34,8 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.experience import PolicyState, Sample
 from tuneloop.shared.job_marks import committed_stamp
-from tuneloop.shared.ledger.jobs import Job
 from tuneloop.shared.ledger.ledger import Alarm, BatchRules, Ledger, Version
-from tuneloop.shared.ledger.policies import DEFAULT, Policy
+from tuneloop.shared.ledger.policies import DEFAULT, Job, Policy
 from tuneloop.shared.ledger.training.training import WaitingRows
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.operations.diagnosis import Code

@@ -13,7 +13,6 @@ import structlog
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable
-from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import KEYS, write_mark
 from tuneloop.shared.ledger.keys import Keys, KeyTable
 from tuneloop.shared.settings.settings import Settings
@@ -41,7 +40,7 @@ class KeyWatch:
             self.table = self._keys.table()
         except LedgerUnavailable:
             try:
-                self.table = msgspec.json.decode(read_unlinked(self._path), type=KeyTable)
+                self.table = msgspec.json.decode(self._path.read_bytes(), type=KeyTable)
             except (OSError, msgspec.MsgspecError):
                 self.table = KeyTable(in_force=True)  # nobody knows: so nobody comes in
         else:

@@ -8,7 +8,7 @@ import msgspec
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import JobState
-from tuneloop.shared.ledger.jobs import CHECKPOINT
+from tuneloop.shared.ledger.policies import CHECKPOINT
 
 #: The name of the policy of all that names none.
 _DEFAULT_POLICY = "default"

@@ -16,7 +16,7 @@ from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.engines.ray_engine import SPEC_VARIABLE, RayEngineSpec
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.held_files import append_unlinked, make_below, open_unlinked
+from tuneloop.shared.held_files import make_below
 from tuneloop.shared.settings.hardware import free_memory
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
@@ -80,7 +80,7 @@ class EngineProcess:
             make_below(self._log.parent)
             self._socket.unlink(missing_ok=True)
             command, environment = self.command(model)
-            with append_unlinked(self._log) as output:
+            with self._log.open("ab") as output:
                 self._log_start = output.tell()
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
@@ -184,7 +184,7 @@ class EngineProcess:
 def _lines(path: Path, start: int) -> list[str]:
     """The lines of an engine's log from the byte `start` on; none where it cannot be read, such as one that is gone."""
     try:
-        with open_unlinked(path) as file:
+        with path.open("rb") as file:
             file.seek(start)
             return file.read().decode(errors="replace").splitlines()
     except OSError:

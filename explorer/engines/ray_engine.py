@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.held_files import append_unlinked
 from tuneloop.shared.ray_cluster import LOCAL, keep_to_this_machine, require_token
 
 _NONCE_BYTES = 32
@@ -130,7 +129,7 @@ class EngineActor:
         os.umask(spec.umask)
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # all of the memory
         Path(spec.log).parent.mkdir(parents=True, exist_ok=True)
-        with append_unlinked(Path(spec.log)) as output:
+        with Path(spec.log).open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tuneloop.explorer.engines.guard", sys.executable, *command],
                 # It closes with the actor, however that ends, and then the guard ends the engine.

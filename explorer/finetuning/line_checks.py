@@ -16,8 +16,8 @@ from tuneloop.shared.finetuning.job_plan import plan_job
 from tuneloop.shared.finetuning.lines import check_file
 from tuneloop.shared.job_marks import touch_committed
 from tuneloop.shared.ledger.files import FILES
-from tuneloop.shared.ledger.jobs import Job
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.policies import Job
 from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()

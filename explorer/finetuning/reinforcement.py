@@ -33,8 +33,8 @@ from tuneloop.shared.finetuning.graders import ModelSample, check_grader, grade
 from tuneloop.shared.finetuning.lines import FileLine, read_lines
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.files import FILES, PromptSample
-from tuneloop.shared.ledger.jobs import Job
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.policies import Job
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 

@@ -16,7 +16,6 @@ from sqlalchemy import Connection, Engine, Executable
 
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import steady_clock
-from tuneloop.shared.held_files import read_unlinked
 from tuneloop.shared.job_marks import SERVED, write_mark
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.storage.clock import LedgerClock
@@ -225,7 +224,7 @@ def _numbers(served: ServedVersions) -> tuple[int, int]:
 def recall_versions(path: Path, base: Path) -> ServedVersions | None:
     """What was served last; None if that is not known, or was trained from another base model."""
     try:
-        served = msgspec.json.decode(read_unlinked(path), type=ServedVersions, dec_hook=lambda kind, value: kind(value))
+        served = msgspec.json.decode(path.read_bytes(), type=ServedVersions, dec_hook=lambda kind, value: kind(value))
     except (OSError, msgspec.MsgspecError):
         return None
     return served if served.base == str(base) else None

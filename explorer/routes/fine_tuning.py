@@ -16,8 +16,8 @@ from tuneloop.explorer.http.bodies import read_object
 from tuneloop.explorer.routes.stored_completions import parse_metadata
 from tuneloop.shared.errors import JobRefused, RequestRefused
 from tuneloop.shared.experience import JobState
-from tuneloop.shared.ledger.jobs import CHECKPOINT, Checkpoint, Job
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.policies import CHECKPOINT, Checkpoint, Job
 from tuneloop.shared.operations.job_requests import create_job
 from tuneloop.shared.settings.settings import Settings
 

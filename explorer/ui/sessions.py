@@ -8,6 +8,7 @@ import base64
 import fcntl
 import hashlib
 import hmac
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -21,7 +22,6 @@ from fastapi.responses import Response
 from tuneloop.explorer.auth import Caller, EntryGate, is_from_here, operator_only
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import steady_clock
-from tuneloop.shared.held_files import change_unlinked, read_unlinked
 from tuneloop.shared.ledger.keys import digest_of
 
 COOKIE = "tuneloop_ui"
@@ -71,7 +71,7 @@ class EndedSessions:
 
     def add(self, session: BrowserSession) -> None:
         """End a session: its cookie may have been copied. Raises OSError."""
-        with change_unlinked(self._path) as file:
+        with os.fdopen(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             now = steady_clock()
             lines = [line for line in _ENDED_LINES(file.readall() or b"") if int(line[1]) > now][1 - _MAX_ENDED :]
@@ -82,7 +82,7 @@ class EndedSessions:
 
     def __contains__(self, session: BrowserSession) -> bool:
         try:
-            return _line_of(session) in read_unlinked(self._path)
+            return _line_of(session) in self._path.read_bytes()
         except FileNotFoundError:
             return False
         except OSError:

@@ -45,9 +45,8 @@ from tuneloop.shared.errors import (
 )
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.job_marks import registration_stamp
-from tuneloop.shared.ledger.jobs import JobModels
 from tuneloop.shared.ledger.ledger import Ledger, Version
-from tuneloop.shared.ledger.policies import DEFAULT, Policy
+from tuneloop.shared.ledger.policies import DEFAULT, JobModels, Policy
 from tuneloop.shared.ledger.versions.versions import SERVABLE
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings

@@ -21,9 +21,8 @@ from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
 from tuneloop.shared.ledger.explorers import Explorers
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.files import Files
-from tuneloop.shared.ledger.jobs import Jobs
 from tuneloop.shared.ledger.keys import Keys
-from tuneloop.shared.ledger.policies import DEFAULT, Policies
+from tuneloop.shared.ledger.policies import DEFAULT, Jobs, Policies
 from tuneloop.shared.ledger.rater_decisions import Raters
 from tuneloop.shared.ledger.recording.attestation import Attestations
 from tuneloop.shared.ledger.recording.judging import Judging

@@ -15,9 +15,8 @@ from tuneloop.shared.finetuning.graders import check_grader
 from tuneloop.shared.finetuning.job_plan import plan_job
 from tuneloop.shared.finetuning.lines import METHODS
 from tuneloop.shared.ledger.files import FILES
-from tuneloop.shared.ledger.jobs import Job, JobDraft
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.policies import DEFAULT
+from tuneloop.shared.ledger.policies import DEFAULT, Job, JobDraft
 from tuneloop.shared.operations.policy_report import require_adapters
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings

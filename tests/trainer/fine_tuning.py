@@ -8,8 +8,8 @@ from typing import Any
 from tuneloop.shared.experience import JobState
 from tuneloop.shared.finetuning.job_plan import plan_job
 from tuneloop.shared.ledger.files import FILES, StoredFile
-from tuneloop.shared.ledger.jobs import Job, JobDraft
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.policies import Job, JobDraft
 from tuneloop.shared.settings.settings import Settings
 
 LORA = {"rank": 4, "alpha": 8}

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from tuneloop.shared.held_files import open_unlinked
-
 #: Points of a curve that are kept, and those that are drawn.
 MAX_KEPT, MAX_DRAWN = 20_000, 400
 
@@ -42,7 +40,7 @@ class CurveReader:
     def _read_on(self, path: Path) -> None:
         begin = self._read_to.get(path, 0)
         try:
-            with open_unlinked(path) as file:
+            with path.open("rb") as file:
                 file.seek(begin)
                 data = file.read(_MAX_BYTES)
         except OSError:  # deleted just now, or not ours to read: its curves are missing

@@ -5,20 +5,21 @@ trainer is killed, the next one goes on behind the last line that has its rows.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from sqlalchemy import and_, func, or_, select, text, update
 
 from tuneloop.shared.errors import JobRefused
-from tuneloop.shared.experience import Exchange, JobState, PolicyState, State
-from tuneloop.shared.ledger.jobs import Job, change_state, job_of, note_event
+from tuneloop.shared.experience import Exchange, JobState, State
+from tuneloop.shared.ledger.policies import OPEN, Job, change_state, job_of, note_event
 from tuneloop.shared.ledger.recording.retention import deleted_among
 from tuneloop.shared.ledger.recording.reward_rule import OF_A_FILE
 from tuneloop.shared.ledger.recording.rewards import id_of_rule
 from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row, unpack_text
 from tuneloop.shared.ledger.storage.database import LedgerPart, again_after_deadlock, alone, portions, put
 from tuneloop.shared.ledger.storage.job_schema import jobs
-from tuneloop.shared.ledger.storage.schema import COMMITTED, exchanges, experiences, policies
+from tuneloop.shared.ledger.storage.schema import COMMITTED, exchanges, experiences
 from tuneloop.shared.ledger.training.training import fence, newest_version
 
 #: The endpoint of what is learnt of a line of a file.
@@ -149,8 +150,7 @@ class FileRows(LedgerPart):
         return {reason: count for reason, count in found}
 
     def of_policy(self, policy: int) -> Job | None:
-        over = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
-        rows = self._read(select(jobs).where(jobs.c.policy == policy, jobs.c.state.not_in(over)))
+        rows = self._read(select(jobs).where(jobs.c.policy == policy, jobs.c.state.in_(OPEN)))
         return job_of(rows[0]) if rows else None
 
     def complete(self, epoch: int, job: Job, message: str, **values: Any) -> None:
@@ -166,13 +166,5 @@ class FileRows(LedgerPart):
     def _end(self, epoch: int, job: Job, state: JobState, message: str, values: Mapping[str, Any]) -> None:
         with self._write() as connection:
             fence(connection, epoch)
-            try:
+            with suppress(JobRefused):  # Somebody has cancelled or paused it meanwhile.
                 change_state(connection, job.id, state, message, self._clock(), values)
-            except JobRefused:  # Somebody has cancelled or paused it meanwhile.
-                return
-            its = update(policies).where(policies.c.id == job.policy, policies.c.state == PolicyState.ACTIVE)
-            connection.execute(its.values(state=PolicyState.PAUSED))
-            waiting = update(experiences).where(experiences.c.policy == job.policy, text(COMMITTED))
-            if state is JobState.FAILED:
-                dropped = {"state": State.DROPPED, "reason": "its job failed", "group_id": None}
-                connection.execute(waiting.values(dropped))

@@ -19,7 +19,7 @@ from tuneloop.shared.experience import JobState
 from tuneloop.shared.finetuning.job_plan import JobPlan
 from tuneloop.shared.finetuning.lines import FileCheck, LineMistake
 from tuneloop.shared.ledger.files import FILES, StoredFile
-from tuneloop.shared.ledger.jobs import Job
+from tuneloop.shared.ledger.policies import Job
 from tuneloop.shared.operations import job_requests
 from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings

@@ -23,9 +23,9 @@ from tuneloop.explorer.processes.control import Workers
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.experience import JobState, Scope, steady_clock
 from tuneloop.shared.job_marks import KEY, load_key
-from tuneloop.shared.ledger.jobs import Job, JobDraft
 from tuneloop.shared.ledger.keys import KeyGrant
 from tuneloop.shared.ledger.ledger import BatchRules
+from tuneloop.shared.ledger.policies import Job, JobDraft
 from tuneloop.shared.settings.feedback import TenantSettings
 from tuneloop.shared.settings.serving import LoraSettings
 

@@ -11,8 +11,8 @@ from tests.explorer.finetuning.test_reinforcement import ASKED, GRADER, prompt
 from tests.explorer.running import eventually
 from tests.explorer.test_main import attached_to, service, write_settings
 from tuneloop.shared.experience import JobState
-from tuneloop.shared.ledger.jobs import JobDraft
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.policies import JobDraft
 from tuneloop.shared.settings.loader import load_settings
 
 pytestmark = pytest.mark.xdist_group("workers")

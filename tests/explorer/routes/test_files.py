@@ -23,8 +23,8 @@ from tuneloop.explorer.routes import files as file_routes
 from tuneloop.shared.errors import JobRefused
 from tuneloop.shared.experience import JobState, Scope
 from tuneloop.shared.ledger.files import FILES
-from tuneloop.shared.ledger.jobs import JobDraft
 from tuneloop.shared.ledger.keys import KeyGrant
+from tuneloop.shared.ledger.policies import JobDraft
 
 LINE = json.dumps({"messages": [{"role": "user", "content": "ü"}, {"role": "assistant", "content": "7"}]}).encode()
 DATA = (LINE + b"\n") * 3

@@ -207,9 +207,9 @@ def test_ended_sessions_are_forgotten_once_they_would_have_expired(tmp_path: Pat
     ended.add(other)
     assert [session in ended for session in (old, new, other)] == [False, True, True]
     path.unlink()
-    path.symlink_to(tmp_path / "elsewhere")
+    path.mkdir()
     assert new in ended  # nobody knows
-    with pytest.raises(OSError, match="link"):
+    with pytest.raises(IsADirectoryError):
         ended.add(new)
 
 

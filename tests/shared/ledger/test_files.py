@@ -9,8 +9,8 @@ from tests.factories import exchange, feedback
 from tuneloop.shared.errors import FileRefused
 from tuneloop.shared.experience import JobState, State
 from tuneloop.shared.ledger.files import UPLOAD_S, Files, StoredFile, Upload
-from tuneloop.shared.ledger.jobs import JobDraft
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.ledger.policies import JobDraft
 
 ROW: dict[str, Any] = {"purpose": "fine-tune", "filename": "ä.jsonl", "bytes": 9, "created_by": "web"}
 

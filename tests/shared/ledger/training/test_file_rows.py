@@ -10,8 +10,8 @@ from tests.factories import experience, feedback, published
 from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.experience import Exchange, JobState, PolicyState, State
 from tuneloop.shared.ledger.files import StoredFile
-from tuneloop.shared.ledger.jobs import Job, JobDraft
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
+from tuneloop.shared.ledger.policies import Job, JobDraft
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.file_rows import FileRow, TakenLines
 

@@ -235,10 +235,17 @@ def _anthropic(settings: Settings) -> MessagesDialect:
 def open_services(
     settings: Settings, ledger: Ledger, *, outbox: Outbox, fleet: Fleet, metrics: Metrics, control_client: ControlClient
 ) -> tuple[Services, list[Task]]:
-    explorer, key, found = settings.explorer, load_key(settings.job_dir / KEY), metrics.redaction
+    explorer, key = settings.explorer, load_key(settings.job_dir / KEY)
     most, oldest, check = explorer.outbox_max_bytes, explorer.outbox_max_age, ledger.recording.check_place
     limits = OutboxLimits(outbox, max_bytes=most, max_age_s=oldest, check_database=check)
-    redactor = Redactor.open(settings, key, count=found.count_redacted, timed_out=found.count_timed_out)
+
+    def count(kind: str) -> None:
+        metrics.redacted.labels(kind).inc()
+
+    def timed_out(pattern: str) -> None:
+        metrics.patterns_timed_out.labels(pattern).inc()
+
+    redactor = Redactor.open(settings, key, count=count, timed_out=timed_out)
     if redactor and not redactor.spells_ids:
         log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
     recorder = Recorder(outbox, limits, metrics, redactor, wake_drain=control_client.wake_drain)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Literal
 
 import msgspec
@@ -19,92 +19,112 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self._requests = VersionCounter(
-            "tuneloop_requests",
-            "Requests answered, by the version that answered",
-            ["endpoint", "status"],
-            registry=registry,
-        )
-        self._replies = VersionCounter(
-            "tuneloop_replies",
-            "Outcomes of the requests sent to each version's engines, whichever engine answered in the end",
-            ["outcome"],
-            registry=registry,
-        )
-        self.request_seconds = Histogram(
-            "tuneloop_request_seconds",
-            "From the request to the last byte of its reply",
-            ["endpoint"],
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.recorded = Counter(
-            "tuneloop_experiences_recorded",
-            "Experiences written to the outbox; reason is empty for samples of the policy",
-            ["reason"],
-            registry=registry,
-        )
-        help_text = (
-            "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
-        )
-        self.captured = Counter("tuneloop_replies_captured", help_text, ["by"], registry=registry)
-        self.feedback = Counter(
-            "tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"], registry=registry
-        )
-        self.redaction = RedactionMetrics(registry)
-        self._add_ledger_metrics(registry)
-        self.outbox_bytes = Gauge(
-            "tuneloop_outbox_bytes", "Bytes in the outbox that are not yet in the database", registry=registry
-        )
-        self.outbox_records = Gauge(
-            "tuneloop_outbox_records", "Records in the outbox that are not yet in the database", registry=registry
-        )
-        self.outbox_oldest_seconds = Gauge(
-            "tuneloop_outbox_oldest_seconds",
-            "Age of the oldest record that is not yet in the database",
-            registry=registry,
-        )
-        self.database_up = Gauge("tuneloop_database_up", "1 while the database answers, else 0", registry=registry)
-        self.outbox_refused = Counter(
-            "tuneloop_outbox_refused",
-            "Records set aside: the database refused them repeatedly, or they are damaged",
-            registry=registry,
-        )
-        self.purged = Counter(
-            "tuneloop_purged", "Experiences deleted because of their age, by state", ["state"], registry=registry
-        )
-        self._add_engine_metrics(registry)
-        self.canary_version = Gauge(
-            "tuneloop_canary_version",
-            "The candidate version that is served beside the champion; 0: none",
-            registry=registry,
-        )
-        self.canary_share = Gauge(
-            "tuneloop_canary_share", "The share of the requests that the canary version answers", registry=registry
-        )
-        self.copies = Counter(
-            "tuneloop_copies",
-            "Shadow copies of requests, sent to a candidate version, by outcome",
-            ["outcome"],
-            registry=registry,
-        )
-        for outcome in ("answered", "failed", "dropped"):
-            self.copies.labels(outcome)
-        self._add_judge_metrics(registry)
-        heard = "When an engine last sent something of a reply"
-        self.last_reply = Gauge("tuneloop_last_reply_timestamp_seconds", heard, registry=registry)
-        text = "Pieces of the log that were dropped, because nobody took them"
-        self.log_dropped = Counter("tuneloop_log_lines_dropped", text, registry=registry)
-        self.in_flight = Gauge("tuneloop_requests_in_flight", "Requests that are being answered", registry=registry)
-        self.waiting = Gauge(
-            "tuneloop_requests_waiting", "Requests that wait because too many are in flight", registry=registry
-        )
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        text = "Requests answered, by the version that answered"
+        self._requests = VersionCounter("tuneloop_requests", text, ["endpoint", "status"], registry=registry)
+        text = "Outcomes of the requests sent to each version's engines, whichever engine answered in the end"
+        self._replies = VersionCounter("tuneloop_replies", text, ["outcome"], registry=registry)
+        text = "From the request to the last byte of its reply"
+        self.request_seconds = histogram("tuneloop_request_seconds", text, ["endpoint"])
+        text = "Experiences written to the outbox; reason is empty for samples of the policy"
+        self.recorded = counter("tuneloop_experiences_recorded", text, ["reason"])
+        text = "Requests to be stored, by who makes the log-probabilities of their replies: the engine, or the trainer"
+        self.captured = counter("tuneloop_replies_captured", text, ["by"])
+        self.feedback = counter("tuneloop_feedback", "Feedback events, by outcome", ["kind", "outcome"])
+        text = "Records in which something of a kind was redacted"
+        self.redacted = counter("tuneloop_redacted", text, ["kind"])
+        text = "Texts that were redacted whole, because a pattern of one's own took too long"
+        self.patterns_timed_out = counter("tuneloop_patterns_timed_out", text, ["pattern"])
+        text = "Runs whose feedback counted nothing, as their last call was cut off"
+        self.unfinished_runs = counter("tuneloop_unfinished_runs", text)
+        text = "Requests whose replies were not kept: `store_false`, by their own word, or by the settings"
+        self.not_stored = counter(NOT_STORED, text, ["reason"])
         text = (
             "Requests that were refused by their heads: no key, an unknown one, a limit of one, or a website's request"
         )
-        self.refused = Counter("tuneloop_access_refused", text, ["reason"], registry=registry)
+        self.refused = counter("tuneloop_access_refused", text, ["reason"])
+        self.in_flight = gauge("tuneloop_requests_in_flight", "Requests that are being answered")
+        self.waiting = gauge("tuneloop_requests_waiting", "Requests that wait because too many are in flight")
+        text = "Pieces of the log that were dropped, because nobody took them"
+        self.log_dropped = counter("tuneloop_log_lines_dropped", text)
+        text = "Turns of a background task that ended with an error of ours: alarm on any"
+        self.background_failures = counter("tuneloop_background_failures", text, ["task"])
+
+        self.outbox_bytes = gauge("tuneloop_outbox_bytes", "Bytes in the outbox that are not yet in the database")
+        self.outbox_records = gauge("tuneloop_outbox_records", "Records in the outbox that are not yet in the database")
+        text = "Age of the oldest record that is not yet in the database"
+        self.outbox_oldest_seconds = gauge("tuneloop_outbox_oldest_seconds", text)
+        text = "Records set aside: the database refused them repeatedly, or they are damaged"
+        self.outbox_refused = counter("tuneloop_outbox_refused", text)
+        self.database_up = gauge("tuneloop_database_up", "1 while the database answers, else 0")
+        self.purged = counter("tuneloop_purged", "Experiences deleted because of their age, by state", ["state"])
+
+        self.experiences = gauge("tuneloop_experiences", "Experiences in the ledger", ["state"])
+        self.jobs = gauge("tuneloop_fine_tuning_jobs", "Fine-tuning jobs by state", ["state"])
+        text = "How long the oldest one waits, of each state"
+        self.waiting_seconds = gauge("tuneloop_waiting_seconds", text, ["state"])
+        self.no_step = gauge("tuneloop_no_step", "1 for each reason why no training step is happening", ["reason"])
+        self.trainer_up = gauge("tuneloop_trainer_up", "1 if a trainer was seen in the last minute")
+        text = "Experiences committed for each that is trained on, in the last ten minutes; 0 if none is"
+        self.training_lag = gauge("tuneloop_training_lag", text)
+        text = "Feedback in the ledger whose reply has not been recorded yet"
+        self.feedback_pending = gauge("tuneloop_feedback_pending", text)
+        self.ledger_imbalance = gauge("tuneloop_ledger_imbalance", "Violated invariants of the ledger; 0 is right")
+        text = "By how much a clock, this machine's or the database's, is ahead of the ledger's time"
+        self.clock_skew = gauge("tuneloop_clock_skew_seconds", text, ["clock"])
+        self.held_back = gauge("tuneloop_held_back", "Experiences that a rater's share keeps out of batches")
+        self.alarm = gauge("tuneloop_alarm", "1 for each open alarm", ["name"])
+
+        self.version_newest = gauge("tuneloop_version_newest", "The newest version")
+        text = "How long the oldest version waits that is newer than the champion and may be served; 0: none"
+        self.version_waiting = gauge("tuneloop_version_waiting_seconds", text)
+        text = "When the newest version was registered, with the steps in it"
+        self.last_version = gauge("tuneloop_last_version_timestamp_seconds", text)
+        self.version_served = gauge("tuneloop_version_served", "The version that answers requests")
+        self.version_decisions = counter("tuneloop_version_decisions", "Decisions about versions", ["action", "by"])
+        text = "Mean reward of the replies of each of the newest versions that have rewards"
+        self.version_reward = gauge("tuneloop_version_reward", text, ["version"])
+        text = "From an experience's feedback to serving the version trained on it"
+        self.feedback_to_served = histogram("tuneloop_feedback_to_served_seconds", text, buckets=_LONG_SECONDS)
+        text = "The candidate version that is served beside the champion; 0: none"
+        self.canary_version = gauge("tuneloop_canary_version", text)
+        text = "The share of the requests that the canary version answers"
+        self.canary_share = gauge("tuneloop_canary_share", text)
+        text = "Shadow copies of requests, sent to a candidate version, by outcome"
+        self.copies = counter("tuneloop_copies", text, ["outcome"])
+        self._add_engines_and_judge(registry)
         self._durations = cache(self.request_seconds.labels)
         self._recorded_counters = cache(self.recorded.labels)
+
+    def _add_engines_and_judge(self, registry: CollectorRegistry) -> None:
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self.engines = gauge("tuneloop_engines", "Engines by state", ["state"])
+        self.probes = counter("tuneloop_engine_probes", "Proofs of weights, by outcome", ["outcome"])
+        text = "Start of the engine's last proof that matched"
+        self.last_good_probe = gauge("tuneloop_engine_last_good_probe_timestamp_seconds", text, ["engine"])
+        text = "1 if the engine's last good proof included the fingerprint of its weights"
+        self.has_fingerprint = gauge("tuneloop_engine_fingerprint", text, ["engine"])
+        self.reload_seconds = histogram("tuneloop_reload_seconds", "From leaving the rotation to serving again")
+        self.gpu_turn_seconds = histogram("tuneloop_gpu_turn_seconds", "An engine's sleep in the trainer's turn")
+        text = "When an engine last sent something of a reply"
+        self.last_reply = gauge("tuneloop_last_reply_timestamp_seconds", text)
+
+        self.judged = counter("tuneloop_judged", "Replies sent to the judge, by outcome", ["outcome"])
+        self.judge_seconds = histogram("tuneloop_judge_seconds", "From sending a reply to the judge to its verdict")
+        self.judge_tokens = counter("tuneloop_judge_tokens", "Tokens of verdicts, as the judge counts them", ["kind"])
+        # From 0 on: Prometheus sees no increase in a series that begins with 1.
+        for metric, *values in (
+            (self.copies, "answered", "failed", "dropped"),
+            (self.probes, "matched", "mismatched", "failed"),
+            (self.judged, "judged", "failed", "away", "not_kept"),
+            (self.judge_tokens, "prompt", "completion"),
+        ):
+            for value in values:
+                metric.labels(value)
+        for action, by in itertools.product(("rejected", "rolled_back"), ("explorer", "admin")):
+            self.version_decisions.labels(action, by)
 
     def count_request(self, endpoint: str, status: int, version: int | None, seconds: float) -> None:
         """Count a request that has been answered; `version` None: it was sent to no engine."""
@@ -124,113 +144,6 @@ class Metrics:
         for gauge in (self.last_good_probe, self.has_fingerprint):
             gauge.remove(str(number))
 
-    def _add_engine_metrics(self, registry: CollectorRegistry) -> None:
-        self.background_failures = Counter(
-            "tuneloop_background_failures",
-            "Turns of a background task that ended with an error of ours: alarm on any",
-            ["task"],
-            registry=registry,
-        )
-        self.engines = Gauge("tuneloop_engines", "Engines by state", ["state"], registry=registry)
-        self.version_served = Gauge("tuneloop_version_served", "The version that answers requests", registry=registry)
-        self.probes = Counter("tuneloop_engine_probes", "Proofs of weights, by outcome", ["outcome"], registry=registry)
-        self.last_good_probe = Gauge(
-            "tuneloop_engine_last_good_probe_timestamp_seconds",
-            "Start of the engine's last proof that matched",
-            ["engine"],
-            registry=registry,
-        )
-        self.has_fingerprint = Gauge(
-            "tuneloop_engine_fingerprint",
-            "1 if the engine's last good proof included the fingerprint of its weights",
-            ["engine"],
-            registry=registry,
-        )
-        for outcome in ("matched", "mismatched", "failed"):
-            self.probes.labels(outcome)
-        self.reload_seconds = Histogram(
-            "tuneloop_reload_seconds", "From leaving the rotation to serving again", buckets=_SECONDS, registry=registry
-        )
-        self.gpu_turn_seconds = Histogram(
-            "tuneloop_gpu_turn_seconds", "An engine's sleep in the trainer's turn", buckets=_SECONDS, registry=registry
-        )
-        self.version_decisions = Counter(
-            "tuneloop_version_decisions", "Decisions about versions", ["action", "by"], registry=registry
-        )
-        # From 0 on: Prometheus sees no increase in a series that begins with 1.
-        for action, by in itertools.product(("rejected", "rolled_back"), ("explorer", "admin")):
-            self.version_decisions.labels(action, by)
-        self.version_reward = Gauge(
-            "tuneloop_version_reward",
-            "Mean reward of the replies of each of the newest versions that have rewards",
-            ["version"],
-            registry=registry,
-        )
-        self.feedback_to_served = Histogram(
-            "tuneloop_feedback_to_served_seconds",
-            "From an experience's feedback to serving the version trained on it",
-            buckets=_LONG_SECONDS,
-            registry=registry,
-        )
-
-    def _add_ledger_metrics(self, registry: CollectorRegistry) -> None:
-        text = "Runs whose feedback counted nothing, as their last call was cut off"
-        self.unfinished_runs = Counter("tuneloop_unfinished_runs", text, registry=registry)
-        self.experiences = Gauge("tuneloop_experiences", "Experiences in the ledger", ["state"], registry=registry)
-        self.jobs = Gauge("tuneloop_fine_tuning_jobs", "Fine-tuning jobs by state", ["state"], registry=registry)
-        self.waiting_seconds = Gauge(
-            "tuneloop_waiting_seconds", "How long the oldest one waits, of each state", ["state"], registry=registry
-        )
-        self.no_step = Gauge(
-            "tuneloop_no_step", "1 for each reason why no training step is happening", ["reason"], registry=registry
-        )
-        self.trainer_up = Gauge("tuneloop_trainer_up", "1 if a trainer was seen in the last minute", registry=registry)
-        committed = "Experiences committed for each that is trained on, in the last ten minutes; 0 if none is"
-        self.training_lag = Gauge("tuneloop_training_lag", committed, registry=registry)
-        self.feedback_pending = Gauge(
-            "tuneloop_feedback_pending",
-            "Feedback in the ledger whose reply has not been recorded yet",
-            registry=registry,
-        )
-        self.ledger_imbalance = Gauge(
-            "tuneloop_ledger_imbalance", "Violated invariants of the ledger; 0 is right", registry=registry
-        )
-        self.clock_skew = Gauge(
-            "tuneloop_clock_skew_seconds",
-            "By how much a clock, this machine's or the database's, is ahead of the ledger's time",
-            ["clock"],
-            registry=registry,
-        )
-        self.held_back = Gauge(
-            "tuneloop_held_back", "Experiences that a rater's share keeps out of batches", registry=registry
-        )
-        self.alarm = Gauge("tuneloop_alarm", "1 for each open alarm", ["name"], registry=registry)
-        self.version_newest = Gauge("tuneloop_version_newest", "The newest version", registry=registry)
-        waits = "How long the oldest version waits that is newer than the champion and may be served; 0: none"
-        self.version_waiting = Gauge("tuneloop_version_waiting_seconds", waits, registry=registry)
-        registered = "When the newest version was registered, with the steps in it"
-        not_kept = "Requests whose replies were not kept: `store_false`, by their own word, or by the settings"
-        self.not_stored = Counter(NOT_STORED, not_kept, ["reason"], registry=registry)
-        self.last_version = Gauge("tuneloop_last_version_timestamp_seconds", registered, registry=registry)
-
-    def _add_judge_metrics(self, registry: CollectorRegistry) -> None:
-        self.judged = Counter(
-            "tuneloop_judged", "Replies sent to the judge, by outcome", ["outcome"], registry=registry
-        )
-        self.judge_seconds = Histogram(
-            "tuneloop_judge_seconds",
-            "From sending a reply to the judge to its verdict",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.judge_tokens = Counter(
-            "tuneloop_judge_tokens", "Tokens of verdicts, as the judge counts them", ["kind"], registry=registry
-        )
-        for outcome in ("judged", "failed", "away", "not_kept"):
-            self.judged.labels(outcome)
-        for kind in ("prompt", "completion"):
-            self.judge_tokens.labels(kind)
-
 
 #: So many versions, those counted last, have series of their own in what a process counts by version.
 VERSIONS_SHOWN = 32
@@ -242,7 +155,6 @@ _SUMMED_GAUGES = frozenset({"tuneloop_requests_in_flight", "tuneloop_requests_wa
 
 
 _SampleKey = tuple[str, str, tuple[tuple[str, str], ...]]
-
 
 _Values = dict[_SampleKey, float]
 
@@ -266,25 +178,6 @@ class VersionCounter:
                 for each in self._counted.pop(oldest):
                     self._counter.remove(*each, oldest)
         counters[labels].inc()
-
-
-class RedactionMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._redacted = Counter(
-            "tuneloop_redacted", "Records in which something of a kind was redacted", ["kind"], registry=registry
-        )
-        self._timed_out = Counter(
-            "tuneloop_patterns_timed_out",
-            "Texts that were redacted whole, because a pattern of one's own took too long",
-            ["pattern"],
-            registry=registry,
-        )
-
-    def count_redacted(self, kind: str) -> None:
-        self._redacted.labels(kind).inc()
-
-    def count_timed_out(self, pattern: str) -> None:
-        self._timed_out.labels(pattern).inc()
 
 
 class MetricSample(msgspec.Struct, frozen=True, array_like=True):

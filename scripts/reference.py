@@ -10,7 +10,6 @@ the page alone. An option without a table or a docstring, or a metric without a 
 import argparse
 import re
 import sys
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from pydantic.fields import FieldInfo
 
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation, scopes_of
+from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation
 from tuneloop.shared.settings.settings import Settings, options
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -33,13 +32,15 @@ _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "m
 def route_tables() -> str:
     """Every operation of the API's description, a table for each group."""
     parts: list[str] = ["\n"]
-    for group, routes in groupby(OPERATIONS.items(), key=lambda each: each[1].group):
+    for group, operations in OPERATIONS.items():
         parts.append(f"## {group}\n\n| route | scope | does | fields |\n|---|---|---|---|\n")
-        for (method, path), operation in routes:
-            scopes = " or ".join(f"`{scope}`" for scope in scopes_of(method, path)) or "none"
+        for operation in operations:
+            scopes = " or ".join(f"`{scope}`" for scope in operation.scopes) or "none"
             guide = f" ([more]({operation.guide}))" if operation.guide else ""
             fields = ", ".join(f"`{name}`" for name in fields_of(operation))
-            parts.append(f"| `{method} {path}` | {scopes} | {operation.summary}{guide} | {fields} |\n")
+            parts.append(
+                f"| `{operation.method} {operation.path}` | {scopes} | {operation.summary}{guide} | {fields} |\n"
+            )
         parts.append("\n")
     return "".join(parts)
 

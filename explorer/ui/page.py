@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping
 from functools import partial
-from itertools import groupby
 
 import orjson
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
 from tuneloop.explorer.auth import EntryGate
-from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation, describe_api, scopes_of
+from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation, describe_api
 from tuneloop.explorer.ui.operations import add_changes, add_operations
 from tuneloop.explorer.ui.overview import LedgerCounts
 from tuneloop.explorer.ui.pages import add_exchanges, add_overview
@@ -58,15 +57,15 @@ def _origin(request: Request) -> str:
     return f"{request.url.scheme}://{request.url.netloc}"
 
 
-def _row(method: str, path: str, operation: Operation) -> Mapping[str, object]:
+def _row(operation: Operation) -> Mapping[str, object]:
     schema = operation.body or {}
     required = schema.get("required", ())
     fields = schema.get("properties", {}) or operation.query
     return {
-        "name": f"{method} {path}",
+        "name": f"{operation.method} {operation.path}",
         "summary": operation.summary,
         "guide": operation.guide,
-        "scopes": " or ".join(scopes_of(method, path)),
+        "scopes": " or ".join(operation.scopes),
         "streams": operation.streams,
         "fields": [
             (
@@ -81,7 +80,4 @@ def _row(method: str, path: str, operation: Operation) -> Mapping[str, object]:
 
 
 #: The operations by group, as the template shows them.
-_GROUPS = [
-    (group, [_row(*route, operation) for route, operation in operations])
-    for group, operations in groupby(OPERATIONS.items(), key=lambda each: each[1].group)
-]
+_GROUPS = [(group, [_row(operation) for operation in operations]) for group, operations in OPERATIONS.items()]

@@ -26,8 +26,8 @@ from tests.doubles import postgres
 from tests.doubles.serving import serving
 from tests.explorer.running import settings_for
 from tests.factories import experience
-from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.auth import Gatekeeper
+from tuneloop.explorer.tokens import TokenSigner
 from tuneloop.explorer.ui.page import add_routes
 from tuneloop.shared.experience import DEFAULT_TENANT
 from tuneloop.shared.job_marks import KEY, load_key
@@ -160,7 +160,7 @@ def page_app(settings: Settings, ledger: Ledger) -> FastAPI:
         fleet=SimpleNamespace(engines=[]),
         recorder=SimpleNamespace(name_as_stored=str),
     )
-    add_routes(app, settings, ledger, Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY))))
+    add_routes(app, settings, ledger, Gatekeeper(settings, TokenSigner(load_key(settings.job_dir / KEY))))
     return app
 
 

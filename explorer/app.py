@@ -11,11 +11,10 @@ import structlog
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.arrivals import Arrivals
-from tuneloop.explorer.auth import TRINITY, CrossOrigin, EntryGate, is_from_here
+from tuneloop.explorer.auth import TRINITY, CrossOrigin, Gatekeeper, is_from_here
 from tuneloop.explorer.background_tasks import OnFailure, Task, every, run_task
-from tuneloop.explorer.control_client import ControlClient
+from tuneloop.explorer.channel import ControlClient
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.dialects.dialect import (
     CHAT,
@@ -45,16 +44,11 @@ from tuneloop.explorer.routes import (
     admin,
     files,
     fine_tuning,
-    grader_trials,
-    keys,
-    metrics_json,
     passthrough,
-    policies,
-    responses,
     stored_completions,
     training_status,
 )
-from tuneloop.explorer.routes.responses import StoredResponses
+from tuneloop.explorer.tokens import TokenSigner
 from tuneloop.explorer.traces import Traces
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.ui import page
@@ -77,7 +71,6 @@ log = structlog.get_logger()
 class Services:
     proxy: Proxy
     dialects: Mapping[str, Dialect]
-    responses: StoredResponses
     feedback: FeedbackRoutes
     scores: ScoreRoutes
     commit: CommitRoute
@@ -99,7 +92,7 @@ OpenServices = Callable[[AsyncExitStack], Awaitable[tuple[Services, list[Task]]]
 
 
 def create_app(
-    settings: Settings, ledger: Ledger, *, gate: EntryGate, opening: OpenServices, on_failure: OnFailure
+    settings: Settings, ledger: Ledger, *, gate: Gatekeeper, opening: OpenServices, on_failure: OnFailure
 ) -> Edge:
     """The ASGI app over an up-to-date ledger, which answers whom `gate` lets in.
 
@@ -139,14 +132,9 @@ def create_app(
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
     stored_completions.add_routes(app, settings, ledger)
-    responses.add_routes(app)
-    metrics_json.add_routes(app)
     admin.add_routes(app, settings, ledger)
-    policies.add_routes(app, settings, ledger)
     fine_tuning.add_routes(app, settings, ledger)
-    keys.add_routes(app, ledger)
     files.add_routes(app, settings, ledger)
-    grader_trials.add_routes(app, timeout_s=settings.explorer.request_timeout)
     training_status.add_routes(app, settings, ledger)
     page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
@@ -238,20 +226,18 @@ def open_services(
     explorer, key = settings.explorer, load_key(settings.job_dir / KEY)
     most, oldest, check = explorer.outbox_max_bytes, explorer.outbox_max_age, ledger.recording.check_place
     limits = OutboxLimits(outbox, max_bytes=most, max_age_s=oldest, check_database=check)
-
-    def count(kind: str) -> None:
-        metrics.redacted.labels(kind).inc()
-
-    def timed_out(pattern: str) -> None:
-        metrics.patterns_timed_out.labels(pattern).inc()
-
-    redactor = Redactor.open(settings, key, count=count, timed_out=timed_out)
+    redactor = Redactor.open(
+        settings,
+        key,
+        count=lambda kind: metrics.redacted.labels(kind).inc(),
+        timed_out=lambda pattern: metrics.patterns_timed_out.labels(pattern).inc(),
+    )
     if redactor and not redactor.spells_ids:
         log.warning("token_ids_not_spelled", model=str(settings.model.model_path))
     recorder = Recorder(outbox, limits, metrics, redactor, wake_drain=control_client.wake_drain)
     signer = ReplyIdSigner(key)
     arrivals = Arrivals(signer, ledger.explorers)
-    conversations = Conversations(signer, control_client=control_client, reports=ledger.reports, arrivals=arrivals)
+    conversations = Conversations(signer, control_client.wait_until_taken, ledger.reports, arrivals)
     shadow = Shadow(
         fleet,
         refusals=settings.monitor.drift.refusals_found,
@@ -282,14 +268,6 @@ def open_services(
         native=NativeResponsesDialect(conversations.read, defaults=defaults),
         runs_tools=engine_flags.has_tool_server(explorer.rollout_model.engine_args),
     )
-    stored_responses = StoredResponses(
-        signer=signer,
-        stored=ledger.stored,
-        control_client=control_client,
-        arrivals=arrivals,
-        rebuild=responses.rebuild,
-        default_model=settings.served_model_name,
-    )
     feedback_routes = FeedbackRoutes(
         signer=signer,
         recorder=recorder,
@@ -301,13 +279,12 @@ def open_services(
     services = Services(
         proxy=proxy,
         dialects={each.path: each for each in (ChatDialect(), TextDialect(), responses, _anthropic(settings))},
-        responses=stored_responses,
         feedback=feedback_routes,
         scores=ScoreRoutes(feedback_routes, ledger, settings),
         commit=CommitRoute(
             recorder=recorder, control_client=control_client, recording=ledger.recording, job_dir=settings.job_dir
         ),
-        feedback_tokens=TokenRoute(signer, FeedbackTokens(key)),
+        feedback_tokens=TokenRoute(signer, TokenSigner(key)),
         recorder=recorder,
         arrivals=arrivals,
         fleet=fleet,

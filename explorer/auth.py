@@ -20,17 +20,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapp
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import orjson
 from prometheus_client import Counter
 
-from tuneloop.explorer.access import feedback_tokens
-from tuneloop.explorer.access.feedback_tokens import FeedbackBinding, FeedbackTokens
 from tuneloop.explorer.http.bodies import id_of
 from tuneloop.explorer.http.errors import from_proxy, hint
 from tuneloop.explorer.http.errors import operator_only as operator_only
 from tuneloop.explorer.limits import KeyMeter, KeyUsage
+from tuneloop.explorer.tokens import FeedbackClaims, JobClaims, TokenSigner
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import DEFAULT_TENANT, KEY_SOURCE, Scope, steady_clock
 from tuneloop.shared.ledger.keys import AccessKey, KeyLimits, KeyTable, digest_of
@@ -53,7 +52,7 @@ class Caller:
     scopes: frozenset[Scope] = frozenset()
     meter: KeyMeter = _UNMETERED
     key_id: str = ""
-    binding: FeedbackBinding | None = None
+    feedback: FeedbackClaims | None = None
     policy: int | None = None
 
     @property
@@ -91,20 +90,6 @@ class Caller:
         (True, False)
         """
         return not self.name or (Scope.ADMIN in self.scopes and self.tenant == DEFAULT_TENANT)
-
-
-class EntryGate(Protocol):
-    """Decides who comes in, by the head of a request."""
-
-    @property
-    def needs_admin_key(self) -> bool:
-        """Whether an administrator must show a key; else being at this machine is enough."""
-
-    def admit(self, scope: MutableMapping[str, Any]) -> Caller:
-        """The caller of an ASGI scope, whose path prefixes are taken off. Raises RequestRefused."""
-
-    def administrators(self) -> Mapping[bytes, Caller]:
-        """The holders of the keys with the scope `admin` that are in force now, by the keys' digests."""
 
 
 def caller_of(scope: MutableMapping[str, Any]) -> Caller:
@@ -254,7 +239,7 @@ class _Holder:
 
 
 class Gatekeeper:
-    def __init__(self, settings: Settings, tokens: FeedbackTokens) -> None:
+    def __init__(self, settings: Settings, tokens: TokenSigner) -> None:
         explorer = settings.explorer
         self._refused: Counter | None = None
         self._tokens = tokens
@@ -321,9 +306,9 @@ class Gatekeeper:
             self._hosts.check(method, headers.get(b"host"), origin)
         candidates = list(_candidates(scope, headers))
         for secret in candidates:
-            if secret.startswith(feedback_tokens.PREFIX):
+            if secret.startswith(FeedbackClaims.prefix):
                 return self._bearer_of(secret, path, proxied=proxied)
-            if secret.startswith(feedback_tokens.JOB_PREFIX):
+            if secret.startswith(JobClaims.prefix):
                 return self._job_of(secret, required)
             digest = digest_of(secret)
             if (holder := self._holders.get(digest)) is not None:
@@ -346,7 +331,7 @@ class Gatekeeper:
 
     def _bearer_of(self, token: str, path: str, *, proxied: bool) -> Caller:
         """Who brings a token for feedback. Raises RequestRefused."""
-        claims = self._tokens.read(token)
+        claims = self._tokens.read(token, FeedbackClaims)
         if claims is None:
             raise _no_entry("this token is not one of ours", "token_unknown")
         if steady_clock() >= claims.expires_at:
@@ -362,11 +347,11 @@ class Gatekeeper:
             maker = _check(holder, frozenset({Scope.FEEDBACK}), path)
         else:
             maker = self._without_key(path, "token_unknown", proxied=proxied)
-        return replace(maker, scopes=frozenset({Scope.FEEDBACK}), binding=claims.binding)
+        return replace(maker, scopes=frozenset({Scope.FEEDBACK}), feedback=claims)
 
     def _job_of(self, token: str, required: frozenset[Scope]) -> Caller:
         """The fine-tuning job that asks its own service. Raises RequestRefused."""
-        claims = self._tokens.read_job(token)
+        claims = self._tokens.read(token, JobClaims)
         if claims is None or steady_clock() >= claims.expires_at:
             raise _no_entry("this token is not one of ours, or has expired", "token_unknown")
         if _OF_JOBS.isdisjoint(required):

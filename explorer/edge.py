@@ -18,7 +18,7 @@ import structlog
 from fastapi.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from tuneloop.explorer.auth import SCOPE_KEY, Caller, CrossOrigin, EntryGate, RunBinding, binding_of
+from tuneloop.explorer.auth import SCOPE_KEY, Caller, CrossOrigin, Gatekeeper, RunBinding, binding_of
 from tuneloop.explorer.http import errors
 from tuneloop.explorer.http.bodies import read_body
 from tuneloop.explorer.http.encodings import decode_body
@@ -402,7 +402,7 @@ class Edge:
         *,
         limits: BodyLimits | None = None,
         connections: ConnectionLimits | None = None,
-        gate: EntryGate | None = None,
+        gate: Gatekeeper | None = None,
         cross_origin: CrossOrigin | None = None,
     ) -> None:
         self.app, self.routes = app, routes

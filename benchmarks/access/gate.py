@@ -4,8 +4,8 @@ import statistics
 import time
 from typing import Any
 
-from tuneloop.explorer.access.feedback_tokens import FeedbackTokens, TokenClaims
 from tuneloop.explorer.auth import Gatekeeper
+from tuneloop.explorer.tokens import FeedbackClaims, TokenSigner
 from tuneloop.shared.experience import Scope, steady_clock
 from tuneloop.shared.ledger.keys import AccessKey, KeyLimits, KeyTable, digest_of
 from tuneloop.shared.settings.settings import Settings
@@ -43,7 +43,7 @@ def _microseconds(gate: Gatekeeper, make: Any) -> float:
 def main() -> None:
     """Print a line for each way to come in."""
     settings = Settings.model_validate({"model": {"model_path": "some/model"}})
-    tokens = FeedbackTokens(b"k" * 32)
+    tokens = TokenSigner(b"k" * 32)
     closed, opened = Gatekeeper(settings, tokens), Gatekeeper(settings, tokens)
     keys = tuple(
         AccessKey(
@@ -58,7 +58,7 @@ def main() -> None:
     )
     closed.apply(KeyTable(keys, in_force=True, revision=1))
     secret, chat = f"tl-{7:043}", "/v1/chat/completions"
-    claims = TokenClaims("key_7", "acme", "chatcmpl-x", "ann", steady_clock() + 86400, 100)
+    claims = FeedbackClaims("key_7", "acme", "chatcmpl-x", "ann", steady_clock() + 86400, 100)
     token = tokens.sign(claims)
     for what, gate, make in (
         ("no key, on loopback", opened, lambda: _scope(chat)),

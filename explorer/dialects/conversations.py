@@ -1,7 +1,7 @@
 """Reads the conversation that `previous_response_id` continues from the ledger."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,6 @@ import orjson
 
 from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.control_client import ControlClient
 from tuneloop.explorer.dialects import responses_request
 from tuneloop.explorer.http.bodies import MAX_CONTAINERS, MAX_VALUES, count_structure
 from tuneloop.explorer.transcript import ReplyIdSigner
@@ -52,11 +51,15 @@ class Conversations:
     """The recorded conversations, by the id of their last response."""
 
     def __init__(
-        self, signer: ReplyIdSigner, *, control_client: ControlClient, reports: Reports, arrivals: Arrivals
+        self,
+        signer: ReplyIdSigner,
+        wait_until_taken: Callable[[float], Awaitable[bool]],
+        reports: Reports,
+        arrivals: Arrivals,
     ) -> None:
         self._signer = signer
         self._arrivals = arrivals
-        self._control_client = control_client
+        self._wait_until_taken = wait_until_taken
         self._reports = reports
 
     async def read(self, response_id: str, caller: Caller) -> Sequence[dict[str, Any]]:
@@ -66,7 +69,7 @@ class Conversations:
 
         Raises LedgerUnavailable while that is unknown: it may be in an outbox that waits for the database.
         """
-        flushed = await self._control_client.wait_until_taken(_FLUSH_TIMEOUT_S)
+        flushed = await self._wait_until_taken(_FLUSH_TIMEOUT_S)
         if flushed and (last := self._signer.parse(response_id, caller.tenant)) is not None:
             read = partial(self._reports.reply, caller.tenant, last.msg_id)
             await self._arrivals.find(response_id, caller.tenant, read)

@@ -17,15 +17,8 @@ import structlog
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from tuneloop.explorer.access.feedback_tokens import (
-    MAX_EVENTS,
-    MAX_LIFE_S,
-    FeedbackBinding,
-    FeedbackTokens,
-    TokenClaims,
-)
 from tuneloop.explorer.auth import TRINITY, Caller, caller_of
-from tuneloop.explorer.control_client import ControlClient
+from tuneloop.explorer.channel import ControlClient
 from tuneloop.explorer.feedback.events import Entry, EventFactory, FeedbackEvent, parse_entries
 from tuneloop.explorer.http.bodies import (
     as_utf8,
@@ -41,6 +34,12 @@ from tuneloop.explorer.http.bodies import (
 )
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.recorder import Recorder
+from tuneloop.explorer.tokens import (
+    MAX_EVENTS,
+    MAX_LIFE_S,
+    FeedbackClaims,
+    TokenSigner,
+)
 from tuneloop.explorer.traces import Traces
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -137,11 +136,11 @@ class FeedbackRoutes:
             as_stored = self.recorder.name_as_stored
             factory = EventFactory(self.signer, caller, as_stored=as_stored, judge=self._judge_source)
             entries = parse_entries(body, key)
-            parsed = factory.events_of(bind(entries, caller.binding) if caller.binding else entries)
+            parsed = factory.events_of(bind(entries, caller.feedback) if caller.feedback else entries)
             return parsed, list(_first_of_each(parsed).values())
 
         parsed, events = await self._aside(named, parse)
-        if (bound := caller.binding) is not None and not await self.control_client.take_of_token(bound, len(events)):
+        if (bound := caller.feedback) is not None and not await self.control_client.take_of_token(bound, len(events)):
             message = f"this token allows {bound.max_events} events, or too many tokens of its key are in use"
             raise RequestRefused(message, status=403, code="token_used_up")
         caller.meter.take_feedback(len(events))
@@ -309,7 +308,7 @@ _LIFE_S, _EVENTS = 600.0, 10.0
 
 
 class TokenRoute:
-    def __init__(self, signer: ReplyIdSigner, tokens: FeedbackTokens) -> None:
+    def __init__(self, signer: ReplyIdSigner, tokens: TokenSigner) -> None:
         self._signer = signer
         self._tokens = tokens
 
@@ -323,28 +322,29 @@ class TokenRoute:
         if not most.is_integer():  # half an event would allow none
             raise RequestRefused("max_events must be a whole number", code="invalid_value", param="max_events")
         expires_at = steady_clock() + _within_limit(body, "expires_in", _LIFE_S, MAX_LIFE_S)
-        claims = TokenClaims(
+        claims = FeedbackClaims(
             key_id=caller.key_id,
             tenant=caller.tenant,
             msg_id=msg_id,
-            source=optional_name(body, "source") or "",
+            # A browser is never its key's owner.
+            source=optional_name(body, "source") or f"browser/{msg_id.partition(':')[0]}",
             expires_at=expires_at,
             max_events=int(most),
         )
         return {"token": self._tokens.sign(claims), "expires_at": expires_at}
 
 
-def bind(entries: Sequence[Entry], binding: FeedbackBinding) -> list[Entry]:
+def bind(entries: Sequence[Entry], claims: FeedbackClaims) -> list[Entry]:
     """Entries as the bearer of a token may write them. Raises RequestRefused if one is about anything else."""
     for entry in entries:
         about = {each.partition(":")[0] for each in entry.msg_ids or ("",)}
         named = (entry.preferred_over, entry.task_id, entry.run_id)
-        if about != {binding.msg_id.partition(":")[0]} or any(each is not None for each in named):
+        if about != {claims.msg_id.partition(":")[0]} or any(each is not None for each in named):
             message = "this token is for feedback on one reply, and on nothing else"
             raise RequestRefused(message, status=403, code="token_of_another_reply")
-        if entry.source not in {None, binding.source}:
+        if entry.source not in {None, claims.source}:
             raise RequestRefused("this token fixes whose feedback it is", status=403, code="token_of_another_source")
-    return [entry._replace(source=binding.source) for entry in entries]
+    return [entry._replace(source=claims.source) for entry in entries]
 
 
 def _within_limit(body: dict[str, object], param: str, default: float, most: float) -> float:

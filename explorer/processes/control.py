@@ -18,12 +18,7 @@ from typing import Any
 import structlog
 
 from tuneloop.explorer.background_tasks import run_task
-from tuneloop.explorer.engines.fleet import Engine, EngineView, TrafficSplit
-from tuneloop.explorer.engines.model_routes import PolicyView
-from tuneloop.explorer.limits import SharedUsage
-from tuneloop.explorer.metrics import MetricSample
-from tuneloop.explorer.older_spool import convert
-from tuneloop.explorer.processes.channel import (
+from tuneloop.explorer.channel import (
     AnnounceOwner,
     AnswerAtOnce,
     AnswerMessage,
@@ -53,6 +48,11 @@ from tuneloop.explorer.processes.channel import (
     WakeDrain,
     WorkerMovement,
 )
+from tuneloop.explorer.engines.fleet import Engine, EngineView, TrafficSplit
+from tuneloop.explorer.engines.model_routes import PolicyView
+from tuneloop.explorer.limits import SharedUsage
+from tuneloop.explorer.metrics import MetricSample
+from tuneloop.explorer.older_spool import convert
 from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
@@ -336,8 +336,8 @@ class Workers:
                 return await services.wait_until_taken(timeout_s)
             case WakeDrain():
                 services.wake_drain()
-            case TakeOfToken(binding, count):
-                return await services.take_of_token(binding, count)
+            case TakeOfToken(claims, count):
+                return await services.take_of_token(claims, count)
             case ReportShadowReply(copied):
                 await services.report_shadow_reply(copied)
             case ShareUsage(usage):

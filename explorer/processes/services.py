@@ -13,11 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from prometheus_client import generate_latest
 
-from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
-from tuneloop.explorer.access.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.background_tasks import OnFailure, Task, every
-from tuneloop.explorer.control_client import ShadowReply
+from tuneloop.explorer.channel import ShadowReply
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.drain import Drain
 from tuneloop.explorer.engines import vllm
@@ -26,23 +24,24 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, FleetRep
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
-from tuneloop.explorer.finetuning.line_checks import LineChecks
-from tuneloop.explorer.finetuning.reinforcement import ReinforcementJobs
-from tuneloop.explorer.finetuning.stored_bytes import sweep_files
+from tuneloop.explorer.jobs import LineChecks, ReinforcementJobs
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.commit_timer import CommitTimer
-from tuneloop.explorer.processes.forgetting import Forgetting
-from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
-from tuneloop.explorer.processes.stop_watch import StopWatch, WatchedWorkers
-from tuneloop.explorer.processes.supervision.engine_supervisor import (
+from tuneloop.explorer.processes.engine_supervisor import (
     Attachment,
     Champions,
     EngineSleep,
     EngineSupervisor,
     FleetTrial,
 )
+from tuneloop.explorer.processes.forgetting import Forgetting
+from tuneloop.explorer.processes.key_watch import KeyWatch, require_keys
+from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
+from tuneloop.explorer.processes.stop_watch import StopWatch, WatchedWorkers
 from tuneloop.explorer.processes.version_log import VersionLog, decision_span
 from tuneloop.explorer.recorder import FILE_BYTES
+from tuneloop.explorer.routes.files import sweep_files
+from tuneloop.explorer.tokens import FeedbackClaims
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
@@ -105,7 +104,7 @@ class WorkerReplicas(FleetReplicas, WatchedWorkers, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlServices:
-    """All of it. It is a ControlClient for routes in the same process."""
+    """All of it."""
 
     fleet: Fleet
     addresses: list[Address]
@@ -127,16 +126,16 @@ class ControlServices:
     def wake_drain(self) -> None:
         self.drain.wake()
 
-    async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
+    async def take_of_token(self, claims: FeedbackClaims, count: int) -> bool:
         """Count events that a browser's token brings, to any explorer; False, and none, if it allows less.
 
         While the database is away all are let in: they wait in the outbox, under the limits of the token's key.
         """
         if self.audience.database_away:
             return True
-        take = partial(self.ledger.explorers.take, f"token {binding.nonce}", count, most=binding.max_events)
+        take = partial(self.ledger.explorers.take, f"token {claims.nonce}", count, most=claims.max_events)
         try:
-            return await asyncio.to_thread(take, until=binding.expires_at)
+            return await asyncio.to_thread(take, until=claims.expires_at)
         except LedgerUnavailable:
             return True
 
@@ -224,7 +223,7 @@ async def open_control_services(
         ledger,
         own,
         metrics=metrics,
-        conversation=Conversations(signer, control_client=services, reports=ledger.reports, arrivals=arrivals).read,
+        conversation=Conversations(signer, services.wait_until_taken, ledger.reports, arrivals).read,
         wait_until_taken=services.wait_until_taken,
     )
     stops.judge_s = judging.silent_s if judging else stops.judge_s

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tuneloop.explorer.background_tasks import every
+from tuneloop.explorer.channel import WorkerMovement
 from tuneloop.explorer.drain import Drain
 from tuneloop.explorer.engines.fleet import EngineState, Fleet
 from tuneloop.explorer.limits import descriptors_left
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.channel import WorkerMovement
 from tuneloop.shared.ledger.facts import EngineFacts, ExplorerFacts, Standstill
 from tuneloop.shared.logging import LOG
 from tuneloop.shared.operations.diagnosis import find_stops

@@ -19,23 +19,17 @@ import structlog
 import uvicorn
 import uvloop
 
-from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.app import Services, create_app, open_outbox, open_services
 from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import Task, every
-from tuneloop.explorer.edge import Http11
-from tuneloop.explorer.engines.client import EngineHttp
-from tuneloop.explorer.engines.fleet import Engine, Fleet
-from tuneloop.explorer.limits import KeyUsage, descriptors_left
-from tuneloop.explorer.metrics import Metrics, process_samples
-from tuneloop.explorer.processes.channel import (
+from tuneloop.explorer.channel import (
     AnnounceOwner,
     AnswerAtOnce,
     BeginFile,
     Channel,
-    ChannelControlClient,
     ChannelMessage,
     CollectMetrics,
+    ControlClient,
     FleetView,
     GetIdleTimes,
     GetStartInfo,
@@ -52,9 +46,15 @@ from tuneloop.explorer.processes.channel import (
     WaitUntilIdle,
     WorkerMovement,
 )
+from tuneloop.explorer.edge import Http11
+from tuneloop.explorer.engines.client import EngineHttp
+from tuneloop.explorer.engines.fleet import Engine, Fleet
+from tuneloop.explorer.limits import KeyUsage, descriptors_left
+from tuneloop.explorer.metrics import Metrics, process_samples
 from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.explorer.recorder import Recorder
+from tuneloop.explorer.tokens import TokenSigner
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import ChannelLost, TuneloopError
 from tuneloop.shared.held_files import expect_mark
@@ -132,7 +132,7 @@ class Worker:
         ledger.transactions.file.identity = beginning.database_file
         metrics = Metrics()
         expect_mark(settings.job_dir)
-        gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))
+        gate = Gatekeeper(settings, TokenSigner(load_key(settings.job_dir / KEY)))
         gate.count_in(metrics.refused)
         self._link = WorkerLink(
             self._channel,
@@ -212,7 +212,7 @@ class WorkerLink:
         metrics: Metrics,
         workers: int,
     ) -> None:
-        self._channel, self._client = channel, ChannelControlClient(channel)
+        self._channel, self._client = channel, ControlClient(channel)
         self._settings = settings
         self._gate = gate
         self._outbox = outbox

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 import structlog
 
-from tuneloop.explorer.control_client import ShadowReply
+from tuneloop.explorer.channel import ShadowReply
 from tuneloop.explorer.dialects.dialect import CHAT, TEXT, split_events
 from tuneloop.explorer.engines.client import EngineReply
 from tuneloop.explorer.engines.fleet import Engine, Fleet

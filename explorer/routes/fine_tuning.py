@@ -1,21 +1,25 @@
 """OpenAI's fine-tuning jobs, /v1/fine_tuning/jobs, and DELETE /v1/models/ft:…: a tenant's own."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeVar
 
+import httpx
 import msgspec
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 
 from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.model_routes import no_model
-from tuneloop.explorer.http.bodies import read_object
+from tuneloop.explorer.http.bodies import read_object, wrong_type
+from tuneloop.explorer.jobs import asking
 from tuneloop.explorer.routes.stored_completions import parse_metadata
-from tuneloop.shared.errors import JobRefused, RequestRefused
+from tuneloop.shared.errors import EngineError, JobRefused, RequestRefused
 from tuneloop.shared.experience import JobState
+from tuneloop.shared.finetuning.graders import Grade, ModelSample, check_grader, grade
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import CHECKPOINT, Checkpoint, Job
 from tuneloop.shared.operations.job_requests import create_job
@@ -39,6 +43,16 @@ _ACTIONS = {
 }
 
 _EVENT = "ftevent-"
+
+#: OpenAI's names of what may go wrong with a sample.
+_ERRORS = (
+    *("formula_parse_error", "sample_parse_error", "truncated_observation_error", "unresponsive_reward_error"),
+    *("invalid_variable_error", "other_error", "python_grader_server_error", "python_grader_runtime_error"),
+    *("model_grader_server_error", "model_grader_refusal_error", "model_grader_parse_error"),
+)
+_DETAILS = (
+    *("python_grader_server_error_type", "python_grader_runtime_error_details", "model_grader_server_error_details"),
+)
 
 _T = TypeVar("_T")
 
@@ -79,6 +93,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
     _add_lists(app, ledger)
     _add_decisions(app, ledger)
+    _add_graders(app, timeout_s=settings.explorer.request_timeout)
 
 
 def _add_lists(app: FastAPI, ledger: Ledger) -> None:
@@ -160,6 +175,49 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
         fleet: Fleet = request.app.state.services.fleet
         await fleet.learn_policies(policy)
         return _json({"id": name, "object": "model", "deleted": True})
+
+
+def _add_graders(app: FastAPI, *, timeout_s: float) -> None:
+    """Routes that try a grader before a job is made with it."""
+
+    async def parse(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:
+        body = await read_object(request, max_bytes=_MAX_BODY_BYTES)
+        try:
+            return body, check_grader(body.get("grader"))
+        except JobRefused as error:
+            param = str(error).partition(" ")[0].rstrip(":")
+            raise RequestRefused(str(error), code="invalid_grader", param=param) from None
+
+    @app.post("/v1/fine_tuning/alpha/graders/validate")
+    async def validate(request: Request) -> Response:
+        _, grader = await parse(request)
+        return JSONResponse({"grader": grader})
+
+    @app.post("/v1/fine_tuning/alpha/graders/run")
+    async def run(request: Request) -> Response:
+        body, grader = await parse(request)
+        text, item = body.get("model_sample"), body.get("item")
+        if not isinstance(text, str):
+            raise wrong_type("model_sample", "a string")
+        if not isinstance(item, dict | None):
+            raise wrong_type("item", "an object")
+        # The caller asks the model, by the same key and limits as if it sent the request itself.
+        names = ("authorization", "x-api-key")
+        headers = {name: value for name in names if (value := request.headers.get(name)) is not None}
+        host, port = request.scope["server"]
+        began = time.perf_counter()
+        async with httpx.AsyncClient(base_url=f"http://{host}:{port}", headers=headers, timeout=timeout_s) as client:
+            try:
+                found = await grade(grader, ModelSample(text=text, item=item or {}), asking(client))
+            except EngineError as error:
+                found = Grade(reward=0.0, error="model_grader_server_error", details=str(error))
+        details: dict[str, object] = {**dict.fromkeys(_ERRORS, False), **dict.fromkeys(_DETAILS)}
+        details |= {found.error: True, f"{found.error}_details": found.details} if found.error else {}
+        named = {"name": grader.get("name", ""), "type": grader["type"]}
+        measured = {"execution_time": time.perf_counter() - began, "scores": found.scores, "token_usage": None}
+        metadata = {**named, "errors": details, **measured, "sampled_model_name": grader.get("model")}
+        rewards = {"reward": found.reward, "sub_rewards": found.scores}
+        return JSONResponse({**rewards, "metadata": metadata, "model_grader_token_usage_per_model": {}})
 
 
 async def _find(query: Callable[[], _T], param: str) -> _T:

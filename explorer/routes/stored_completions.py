@@ -1,18 +1,24 @@
-"""OpenAI's stored completions: a tenant lists, reads, relabels and deletes its exchanges of the chat route."""
+"""OpenAI's stored completions and responses, from the ledger.
+
+A tenant lists, reads, relabels and deletes its exchanges of the chat route, and reads its responses by their ids.
+"""
 
 import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import QueryParams
 
 from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.auth import caller_of
-from tuneloop.explorer.control_client import ControlClient
+from tuneloop.explorer.dialects.dialect import RESPONSES, ResponsesDialect
+from tuneloop.explorer.dialects.responses_request import normalize
 from tuneloop.explorer.http.bodies import read_object, wrong_type
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
@@ -47,6 +53,8 @@ _PAIR = re.compile(r"metadata\[(.*)\]", re.DOTALL).fullmatch
 
 _T = TypeVar("_T")
 
+Json = dict[str, Any]
+
 
 class PageQuery(NamedTuple):
     limit: int
@@ -58,34 +66,30 @@ class CompletionReader:
     """Looks in the ledger, and waits for the outbox before it answers that there is nothing."""
 
     def __init__(self, request: Request) -> None:
-        self._control_client: ControlClient = request.app.state.services.control_client
-        self.recorder: Recorder = request.app.state.services.recorder
-        self._arrivals: Arrivals = request.app.state.services.arrivals
-        caller = caller_of(request.scope)
-        self.tenant, self.sees_all, self._caller = caller.tenant, caller.sees_all, caller
+        services, caller = request.app.state.services, caller_of(request.scope)
+        self._wait_until_taken = services.control_client.wait_until_taken
+        self.recorder: Recorder = services.recorder
+        self._arrivals: Arrivals = services.arrivals
+        self.tenant, self.sees_all = caller.tenant, caller.sees_all
 
     async def wait_until_taken(self) -> bool:
         """Wait until what is in the outbox now is in the database; False if that is unavailable."""
-        return await self._control_client.wait_until_taken(_FLUSH_TIMEOUT_S)
+        return bool(await self._wait_until_taken(_FLUSH_TIMEOUT_S))
 
     async def require_flushed(self) -> None:
         """The same. Raises LedgerUnavailable where that does not happen in time."""
         if not await self.wait_until_taken():
             raise LedgerUnavailable("the database is unavailable; acknowledged data is safe on disk: try again later")
 
-    async def read(self, query: Callable[[], _T]) -> _T:
-        """The result of `query`, when it is the caller's turn."""
-        return await asyncio.to_thread(query)
-
-    async def find(self, msg_id: str, query: Callable[[], _T | None]) -> _T:
+    async def find(self, msg_id: str, query: Callable[[], _T | None], refusal: RequestRefused | None = None) -> _T:
         """The result of `query`. Raises RequestRefused if there is none."""
-        found = await self.read(query)
+        found = await asyncio.to_thread(query)
         if found is None:
             await self.require_flushed()
             found = await self._arrivals.find(msg_id, self.tenant, query)
         if found is None:
             message = f"no stored completion has the id {msg_id!r}"
-            raise RequestRefused(message, status=404, code="not_found", param="completion_id")
+            raise refusal or RequestRefused(message, status=404, code="not_found", param="completion_id")
         return found
 
 
@@ -103,7 +107,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         query = parse_page_query(request.query_params)
         tags = wanted_tags(reader.tenant, request.query_params, reader.recorder.pairs_as_stored)
         await reader.wait_until_taken()  # a list may lag behind, so an unavailable database is no error here
-        return await reader.read(lambda: _list(*_page(completions, reader.tenant, query, tags, to_object)))
+        return await asyncio.to_thread(lambda: _list(*_page(completions, reader.tenant, query, tags, to_object)))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")
     async def get_completion(msg_id: str, reader: CompletionReaderOf) -> Response:
@@ -135,13 +139,49 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         def read() -> Explanation:
             return explain(ledger, settings, msg_id, outbox, tenant=reader.tenant, sees_all=reader.sees_all)
 
-        found = await reader.read(read)
+        found = await asyncio.to_thread(read)
         if not found.replies:
             await reader.require_flushed()
-            found = await reader.read(read)
+            found = await asyncio.to_thread(read)
         if not found.replies:
             raise RequestRefused("; ".join(found.sentences), status=404, code="not_found", param="completion_id")
         return _json(found.as_json())
+
+    _add_responses(app, completions, default_model)
+
+
+def _add_responses(app: FastAPI, completions: StoredCompletions, default_model: str) -> None:
+    @app.get(f"{RESPONSES}/{{response_id}}")
+    async def retrieve(response_id: str, request: Request, reader: CompletionReaderOf) -> Response:
+        if request.query_params.get("stream", "false").lower() not in ("0", "false"):
+            message = "a stored response is not streamed: read it without `stream`"
+            raise RequestRefused(message, code="invalid_value", param="stream")
+        services, message = request.app.state.services, f"Response with id '{response_id}' not found."
+        not_found = RequestRefused(message, status=404, code="not_found", param="response_id")
+        reply_id = services.feedback.signer.parse(response_id, reader.tenant)
+        if reply_id is None or reply_id.msg_id != response_id:
+            raise not_found
+        query = partial(completions.get, reader.tenant, response_id, endpoint=RESPONSES)
+        found = await reader.find(response_id, query, not_found)
+        body, choice, usage = orjson.loads(found.request), found.choices[0], None
+        # An imported row may hold anything. One that was cut off is no response.
+        if not isinstance(body, dict) or all(each.finish_reason is None for each in found.choices):
+            raise not_found
+        body = normalize(body)
+        if choice.prompt_tokens:  # the engine's own answers have none
+            prompt, completion = choice.prompt_tokens, choice.completion_tokens
+            total = prompt + completion
+            usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+        calls = orjson.loads(choice.tool_calls) if choice.tool_calls else None
+        reply = {
+            "model": body.get("model") or default_model,
+            "usage": usage,
+            "choices": [
+                {"message": {"content": choice.text, "tool_calls": calls}, "finish_reason": choice.finish_reason}
+            ],
+        }
+        dialect: ResponsesDialect = services.dialects[RESPONSES]
+        return _json(await dialect.rebuild(body, reply, response_id))
 
 
 def parse_page_query(query: QueryParams) -> PageQuery:

@@ -1,14 +1,20 @@
-"""GET /training: what the training does now and what a run has asked, for programs that drive it step by step."""
+"""For programs: what the training does now, what a run has asked, and the metrics, for Prometheus or as JSON.
+
+Clients of Trinity-RFT, whose metrics are JSON, have a prefix of their own.
+"""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TypeVar
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
-from tuneloop.explorer.auth import caller_of
+from tuneloop.explorer.auth import TRINITY, caller_of
+from tuneloop.explorer.engines.fleet import Engine
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.shared.errors import LedgerUnavailable, PolicyRefused, RequestRefused
 from tuneloop.shared.experience import State, steady_clock
@@ -25,7 +31,7 @@ _LOOKS = 3
 
 _PATIENCE_S = 8.0
 
-_T = TypeVar("_T")
+_JSON_TYPE = "application/json"
 
 
 def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
@@ -49,7 +55,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             champion = ledger.versions.of(policy.id).champion().version
             return _status(own, ledger, policy, [champion], outbox, tenant, stops)
 
-        return Response(orjson.dumps(await asyncio.to_thread(tell)), media_type="application/json")
+        return Response(orjson.dumps(await asyncio.to_thread(tell)), media_type=_JSON_TYPE)
 
     @app.get("/training/calls")
     async def calls(request: Request) -> Response:
@@ -68,7 +74,53 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
                 return ledger.runs.count_tokens(*run)._asdict() | {"breaks": ledger.runs.find_breaks(*run)}
             return {"calls": ledger.runs.count_calls(*run)}
 
-        return Response(orjson.dumps(await asyncio.to_thread(count)), media_type="application/json")
+        return Response(orjson.dumps(await asyncio.to_thread(count)), media_type=_JSON_TYPE)
+
+    _add_metrics(app)
+
+
+def _add_metrics(app: FastAPI) -> None:
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        if _JSON_TYPE in request.headers.get("accept", ""):
+            return await metrics_json(request)
+        return Response(await request.app.state.services.control_client.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get(f"{TRINITY}/metrics")
+    async def metrics_json(request: Request) -> Response:
+        services = request.app.state.services
+        exposition: bytes = await services.control_client.exposition()
+        families = list(text_string_to_metric_families(exposition.decode()))
+        figures = samples_by_name(families) | trinity_figures(families, services.fleet.engines)
+        return Response(orjson.dumps(figures), media_type=_JSON_TYPE)
+
+
+def samples_by_name(families: Iterable[Metric]) -> dict[str, float]:
+    """Every sample, under its name and its labels as Prometheus writes them."""
+    samples = [sample for family in families for sample in family.samples]
+    found = {}
+    for sample in samples:
+        written = ",".join(f'{label}="{value}"' for label, value in sample.labels.items())
+        found[f"{sample.name}{{{written}}}" if written else sample.name] = sample.value
+    return found
+
+
+def trinity_figures(families: Iterable[Metric], engines: Iterable[Engine]) -> dict[str, float]:
+    """The figures that Trinity has, under its names. Requests are counted for all engines together."""
+    sums: dict[str, float] = {}
+    rewarded = 0.0
+    for sample in (sample for family in families for sample in family.samples):
+        sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        if sample.name == "tuneloop_experiences" and sample.labels["state"] == "rewarded":
+            rewarded = sample.value
+    figures = {
+        "rollout/total_experience_count": sums.get("tuneloop_experiences", 0.0),
+        "rollout/ready_experience_count": rewarded,
+    }
+    for engine in engines:
+        figures[f"rollout/model_{engine.number}/total_request_count"] = sums.get("tuneloop_request_seconds_count", 0.0)
+        figures[f"rollout/model_{engine.number}/model_version"] = float(engine.version)
+    return figures
 
 
 def _status(

@@ -7,7 +7,7 @@ import orjson
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.auth import EntryGate
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation, describe_api
 from tuneloop.explorer.ui.operations import add_changes, add_operations
 from tuneloop.explorer.ui.overview import LedgerCounts
@@ -23,7 +23,7 @@ from tuneloop.shared.settings.settings import Settings
 _LINKS = {"page": PATH, "api": "/docs", "openapi": "/openapi.json", "models": "/v1/models", "ready": "/health/ready"}
 
 
-def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
+def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: Gatekeeper) -> None:
     site = Site(settings, ledger, gate)
     counts = LedgerCounts(settings, ledger, lambda: app.state.services.drain_status())
     operations = partial(add_operations, counts=counts)

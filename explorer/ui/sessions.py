@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from fastapi import Request
 from fastapi.responses import Response
 
-from tuneloop.explorer.auth import Caller, EntryGate, is_from_here, operator_only
+from tuneloop.explorer.auth import Caller, Gatekeeper, is_from_here, operator_only
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import steady_clock
 from tuneloop.shared.ledger.keys import digest_of
@@ -92,7 +92,7 @@ class EndedSessions:
 class SessionGuard:
     """Gives sessions, and recognises them."""
 
-    def __init__(self, gate: EntryGate, secret: bytes, ended: EndedSessions) -> None:
+    def __init__(self, gate: Gatekeeper, secret: bytes, ended: EndedSessions) -> None:
         self._gate = gate
         self._ended = ended
         self._key = hashlib.blake2b(secret, person=b"tuneloop-ui", digest_size=32).digest()

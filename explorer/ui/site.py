@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from tuneloop.explorer.auth import EntryGate
+from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.http.bodies import read_bytes
 from tuneloop.explorer.http.errors import refusal_of
 from tuneloop.explorer.ui.rendering import FOLDER, Renderer
@@ -48,7 +48,7 @@ _MAX_FORM_BYTES, _MAX_FIELDS = 1 << 20, 50
 class Site:
     """What the pages share: sessions, templates, the ledger."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, gate: EntryGate) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger, gate: Gatekeeper) -> None:
         self.settings, self.ledger = settings, ledger
         ended = EndedSessions(settings.job_dir / ENDED_SESSIONS)
         self.guard = SessionGuard(gate, load_key(settings.job_dir / KEY), ended)

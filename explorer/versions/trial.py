@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.control_client import ShadowReply
+from tuneloop.explorer.channel import ShadowReply
 from tuneloop.explorer.engines.fleet import Engine, EngineState, TrafficSplit, split_of
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable

@@ -26,7 +26,7 @@ from tuneloop.explorer import recorder
 from tuneloop.explorer.app import Services
 from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.processes.services import ControlServices
-from tuneloop.explorer.routes import responses, stored_completions
+from tuneloop.explorer.routes import stored_completions
 from tuneloop.shared.errors import LedgerForbidden, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Exchange, Feedback, Record, State
 from tuneloop.shared.ledger.ledger import Ledger, Version
@@ -252,8 +252,7 @@ def explorer_running(settings: Settings, ledger: MoodyLedger | None = None) -> I
     with pytest.MonkeyPatch.context() as patch, serving(app) as url, httpx.Client(base_url=url, timeout=60) as http:
         # A disk may stand still for seconds.
         patch.setattr(recorder, "_PATIENCE_S", 30.0)
-        for module in (responses, stored_completions):
-            patch.setattr(module, "_FLUSH_TIMEOUT_S", 30.0)
+        patch.setattr(stored_completions, "_FLUSH_TIMEOUT_S", 30.0)
         eventually(lambda: http.get("/health/ready").status_code == 200)
         yield RunningExplorer(url, app, settings, ledger, http, failures)
     ledger.close()

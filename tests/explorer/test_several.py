@@ -23,7 +23,7 @@ from tests.explorer.running import HELLO, RunningExplorer, eventually, settings_
 from tests.explorer.test_main import ended, write_settings
 from tests.explorer.versions.test_reload import candidate, until
 from tests.explorer.versions.test_unreadable import UNREADABLE, Machines, alarms, decided, elsewhere
-from tuneloop.explorer.control_client import ShadowReply
+from tuneloop.explorer.channel import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.trial import CanaryController

@@ -8,16 +8,16 @@ import socket
 from contextlib import AsyncExitStack
 
 from tuneloop.explorer import app
-from tuneloop.explorer.access.feedback_tokens import FeedbackTokens
 from tuneloop.explorer.app import Services, open_outbox
 from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.background_tasks import OnFailure, Task
+from tuneloop.explorer.channel import AnswerMessage, Channel, ChannelMessage, GetStartInfo, StartInfo
 from tuneloop.explorer.edge import Edge
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.channel import AnswerMessage, Channel, ChannelMessage, GetStartInfo, StartInfo
 from tuneloop.explorer.processes.control import WorkerProcess, Workers
 from tuneloop.explorer.processes.services import open_control_services
 from tuneloop.explorer.processes.worker import WorkerLink
+from tuneloop.explorer.tokens import TokenSigner
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
@@ -42,7 +42,7 @@ class LoopWorker(WorkerProcess):
 def create_app(settings: Settings, ledger: Ledger, *, on_failure: OnFailure) -> Edge:
     """The routes, and in the same loop what runs beside them."""
     metrics = Metrics()
-    gate = Gatekeeper(settings, FeedbackTokens(load_key(settings.job_dir / KEY)))
+    gate = Gatekeeper(settings, TokenSigner(load_key(settings.job_dir / KEY)))
     gate.count_in(metrics.refused)
 
     async def opening(stack: AsyncExitStack) -> tuple[Services, list[Task]]:

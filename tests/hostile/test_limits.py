@@ -13,17 +13,15 @@ from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
-from tuneloop.explorer import edge
-from tuneloop.explorer.access import feedback_tokens
+from tuneloop.explorer import edge, tokens
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.drain import STOP_S
 from tuneloop.explorer.feedback import events, routes
-from tuneloop.explorer.finetuning import stored_bytes
 from tuneloop.explorer.http import bodies
 from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
 from tuneloop.explorer.proxy import media, request
-from tuneloop.explorer.routes import admin, grader_trials, keys, passthrough, stored_completions
+from tuneloop.explorer.routes import admin, files, fine_tuning, passthrough, stored_completions
 from tuneloop.explorer.ui import operations, site
 from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
@@ -42,7 +40,7 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 #: The bounds that no setting moves, and those that cannot be written as a number.
 FIXED: dict[str, object] = {
     "what a [key](keys.md#limits) allows": None,
-    "keys of a tenant, revoked ones included, that its administrators make": keys.MAX_KEYS,
+    "keys of a tenant, revoked ones included, that its administrators make": admin.MAX_KEYS,
     "a connection without another request": worker._KEEP_ALIVE_S,
     "a request's headers; what is sent between a body's chunks": edge.MAX_HEAD_BYTES,
     "headers after a chunked body (trailers)": (),
@@ -80,9 +78,9 @@ FIXED: dict[str, object] = {
     "its requests and replies": conversations.MAX_BYTES,
     "the requests that one listing of completions, or a list at `/ui`, is made from": MAX_PAGE_BYTES,
     "a request for a browser's token": routes._MAX_TOKEN_BYTES,
-    "how long a browser's token lives": feedback_tokens.MAX_LIFE_S,
-    "events that a browser's token allows": feedback_tokens.MAX_EVENTS,
-    "a request for a key": keys._MAX_BODY_BYTES,
+    "how long a browser's token lives": tokens.MAX_LIFE_S,
+    "events that a browser's token allows": tokens.MAX_EVENTS,
+    "a request for a key": admin._MAX_KEY_BYTES,
     "a form of the page at `/ui`": site._MAX_FORM_BYTES,
     "pages that listen to a worker for changes": operations._MAX_LISTENERS,
     "an administrator's body": admin._MAX_BODY_BYTES,
@@ -90,12 +88,12 @@ FIXED: dict[str, object] = {
     "events of versions in one answer": admin.MAX_EVENTS,
     "lines that one event writes to a process's log": logging.LINES_AT_ONCE,
     "open [fine-tuning jobs](fine_tuning.md) of a tenant": job_requests.MOST_OPEN,
-    "a [file](files.md)": stored_bytes.MAX_FILE_BYTES,
-    "a part of an upload": stored_bytes.MAX_PART_BYTES,
+    "a [file](files.md)": files.MAX_FILE_BYTES,
+    "a part of an upload": files.MAX_PART_BYTES,
     "how long an upload may take": UPLOAD_S,
-    "room that files leave on the disk": stored_bytes.RESERVED_BYTES,
+    "room that files leave on the disk": files.RESERVED_BYTES,
     "a line of a file": lines.MAX_LINE_BYTES,
-    "a grader that is tried": grader_trials._MAX_BODY_BYTES,
+    "a grader that is tried": fine_tuning._MAX_BODY_BYTES,
 }
 
 

@@ -9,9 +9,9 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
-from tuneloop.explorer.access.feedback_tokens import (
-    FeedbackTokens,
-    TokenClaims,
+from tuneloop.explorer.tokens import (
+    FeedbackClaims,
+    TokenSigner,
 )
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.job_marks import KEY, load_key
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.contract
 
 CHAT, ORIGIN = "/v1/chat/completions", "https://app.example.com"
 ADMIN_KEY = "admin-key-of-this-test"
-CLAIMS = TokenClaims("key_1", "acme", "chatcmpl-1", "ann", 5.0, 3)
+CLAIMS = FeedbackClaims("key_1", "acme", "chatcmpl-1", "ann", 5.0, 3)
 
 
 def code(answer: httpx.Response) -> tuple[int, str]:
@@ -112,7 +112,7 @@ def test_a_token_of_the_admin_key_rates_its_reply_while_that_key_is_set(
     assert code(explorer.http.get("/v1/models", headers=headers)) == (403, "scope_missing")
     [said] = explorer.feedbacks()
     assert said.source == f"key:admin_key/browser/{msg_ids[0]}"
-    tokens = FeedbackTokens(load_key(explorer.settings.job_dir / KEY))
+    tokens = TokenSigner(load_key(explorer.settings.job_dir / KEY))
     another = msgspec.structs.replace(CLAIMS, key_id=tokens.admin_key_id(b"another"), expires_at=4e9)
     changed = {"Authorization": f"Bearer {tokens.sign(another)}"}
     assert code(rate(explorer, changed, msg_ids=[msg_ids[0]])) == (401, "token_unknown")
@@ -140,17 +140,17 @@ def test_a_token_has_bounds(
 
 
 def test_what_was_changed_is_no_token() -> None:
-    tokens = FeedbackTokens(b"k" * 32)
+    tokens = TokenSigner(b"k" * 32)
     token = tokens.sign(CLAIMS)
-    read = tokens.read(token)
+    read = tokens.read(token, FeedbackClaims)
     assert read is not None
     assert (read.msg_id, read.source, read.max_events) == ("chatcmpl-1", "ann", 3)
     for place in range(3, len(token)):
         other = "A" if token[place] != "A" else "B"
-        assert tokens.read(token[:place] + other + token[place + 1 :]) is None
+        assert tokens.read(token[:place] + other + token[place + 1 :], FeedbackClaims) is None
     for text in ("fb-", "fb-.", token + "x", token * 20, "fb-é.x", token.partition(".")[0]):
-        assert tokens.read(text) is None
-    assert FeedbackTokens(b"j" * 32).read(token) is None
+        assert tokens.read(text, FeedbackClaims) is None
+    assert TokenSigner(b"j" * 32).read(token, FeedbackClaims) is None
 
 
 def test_listed_pages_may_send_feedback_and_nothing_else(explorer: RunningExplorer, key: dict[str, str]) -> None:

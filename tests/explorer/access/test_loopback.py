@@ -6,7 +6,7 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually, settings_for
-from tuneloop.explorer.access.key_watch import require_keys
+from tuneloop.explorer.processes.key_watch import require_keys
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import AccessKey, KeyTable

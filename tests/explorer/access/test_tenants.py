@@ -15,7 +15,6 @@ from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.explorer.auth import PAGE, required_scopes
-from tuneloop.explorer.routes import keys
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant, KeyLimits
 from tuneloop.shared.settings.feedback import TenantSettings
@@ -381,7 +380,7 @@ def test_an_administrator_of_a_tenant_gives_no_more_than_he_has(
         {"expires_in": 7200},
     ):
         assert (make(**more).status_code, make(**more).json()["error"]["code"]) == (403, "operator_only"), more
-    monkeypatch.setattr(keys, "MAX_KEYS", 3)
+    monkeypatch.setattr(admin, "MAX_KEYS", 3)
     assert "3 keys at most" in make().json()["error"]["message"]
 
 

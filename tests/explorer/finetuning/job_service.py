@@ -12,7 +12,7 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.explorer import adapters
 from tests.explorer.running import MoodyLedger, RunningExplorer, explorer_running, settings_for
-from tuneloop.explorer.finetuning import line_checks
+from tuneloop.explorer import jobs
 from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import JobRefused
 from tuneloop.shared.experience import JobState
@@ -65,9 +65,9 @@ def settings_of_jobs(tmp_path: Path, *doubles: EngineDouble, rank: int = adapter
 def job_service(settings: Settings) -> Iterator[RunningExplorer]:
     """The explorer, with doubles of the plan and of the check of lines."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (job_requests, line_checks):
+        for module in (job_requests, jobs):
             patch.setattr(module, "plan_job", plan)
-        patch.setattr(line_checks, "check_file", check)
+        patch.setattr(jobs, "check_file", check)
         with explorer_running(settings) as running:
             yield running
 

@@ -11,7 +11,7 @@ import pytest
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.finetuning.job_service import LINES, TrainerDouble, check, job_service, put, settings_of_jobs
 from tests.explorer.running import RunningExplorer, eventually
-from tuneloop.explorer.finetuning import line_checks
+from tuneloop.explorer import jobs
 from tuneloop.shared.experience import JobState
 from tuneloop.shared.finetuning.lines import FileCheck
 from tuneloop.shared.ledger.files import FILES
@@ -44,7 +44,7 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.open, self.entered = threading.Event(), threading.Event()
-        patch.setattr(line_checks, "check_file", self)
+        patch.setattr(jobs, "check_file", self)
 
     def __call__(self, path: Path, method: str, *, most: int = 20) -> FileCheck:
         self.entered.set()
@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_checked_fails_its_job_with_a_sentence(
             (explorer.settings.job_dir / FILES / file).write_bytes(b"\xff")
     gate.open.set()
     if how == "bug":
-        monkeypatch.setattr(line_checks, "check_file", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr(jobs, "check_file", lambda *_, **__: 1 / 0)
     error = until(explorer, job, "failed")["error"]
     sentence = {"deleted": "was deleted before", "gone": "cannot be read: No such file", "bug": "an internal error"}
     assert sentence[how] in error["message"] or (how == "bug" and "not a line" in error["message"])

@@ -16,10 +16,10 @@ from tests import factories
 from tests.doubles.engine import EngineDouble
 from tests.explorer import adapters
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
-from tuneloop.explorer.access.feedback_tokens import FeedbackTokens, JobClaims
-from tuneloop.explorer.finetuning import reinforcement
-from tuneloop.explorer.finetuning.line_checks import LineChecks
+from tuneloop.explorer import jobs
+from tuneloop.explorer.jobs import LineChecks
 from tuneloop.explorer.processes.control import Workers
+from tuneloop.explorer.tokens import JobClaims, TokenSigner
 from tuneloop.shared.checkpoints import CheckpointStore
 from tuneloop.shared.experience import JobState, Scope, steady_clock
 from tuneloop.shared.job_marks import KEY, load_key
@@ -47,7 +47,7 @@ def explorer(tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPat
     model = settings.model.model_copy(update={"lora": LoraSettings(rank=adapters.RANK)})
     double.says |= {"models": "7"} | {f"global_step_{number}": "7" for number in range(1, 9)}
     for name, value in (("LOOK_S", 0.05), ("_PAUSE_S", 0.2)):
-        monkeypatch.setattr(reinforcement, name, value)
+        monkeypatch.setattr(jobs, name, value)
     monkeypatch.setattr(LineChecks, "check", lambda *_: None)  # the tests queue their jobs themselves
     url: list[str] = []
     monkeypatch.setattr(Workers, "url", property(lambda self: url[0]))
@@ -183,7 +183,7 @@ def tasks_of(job: Job) -> list[Any]:
     """The tasks that drive it."""
     import gc
 
-    found = [each for each in gc.get_objects() if isinstance(each, reinforcement.ReinforcementJobs)]
+    found = [each for each in gc.get_objects() if isinstance(each, jobs.ReinforcementJobs)]
     return [each._driving[job.id] for each in found if job.id in each._driving]
 
 
@@ -272,19 +272,19 @@ def test_a_cancelled_job_stops_at_once(explorer: RunningExplorer, double: Engine
 
 
 def test_a_jobs_token_opens_what_a_job_needs_and_nothing_else(explorer: RunningExplorer) -> None:
-    tokens = FeedbackTokens(load_key(explorer.settings.job_dir / KEY))
+    tokens = TokenSigner(load_key(explorer.settings.job_dir / KEY))
 
     def ask(path: str, token: str) -> int:
         headers = {"authorization": f"Bearer {token}"}
         return httpx.get(explorer.url + path, headers=headers).status_code
 
     claims = JobClaims("ftjob-x", "acme", 1, steady_clock() + 60)
-    token = tokens.sign_job(claims)
+    token = tokens.sign(claims)
     assert ask("/v1/files", token) == 200
     assert ask("/admin/keys", token) == 403
     assert ask("/metrics", token) == 403
-    late = tokens.sign_job(JobClaims("ftjob-x", "acme", 1, steady_clock() - 1))
-    other = FeedbackTokens(b"x" * 32).sign_job(claims)
+    late = tokens.sign(JobClaims("ftjob-x", "acme", 1, steady_clock() - 1))
+    other = TokenSigner(b"x" * 32).sign(claims)
     for wrong in (late, other, token[:-3], token.replace("ftjob-token-", "fb-"), "ftjob-token-", "ftjob-token-é"):
         assert ask("/v1/files", wrong.encode("ascii", "replace").decode()) == 401, wrong
 
@@ -331,4 +331,4 @@ def test_parts_that_fail_end_the_others() -> None:
 
 
 async def _both(*parts: Any) -> None:
-    await reinforcement.gather(*parts)
+    await jobs.gather(*parts)

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from tuneloop.explorer.control_client import ShadowReply
-from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
-from tuneloop.explorer.metrics import MetricSample
-from tuneloop.explorer.processes.channel import (
+from tuneloop.explorer.channel import (
     AnnounceOwner,
     BeginFile,
     Channel,
@@ -21,11 +18,14 @@ from tuneloop.explorer.processes.channel import (
     GetStartInfo,
     ReportMetrics,
     ReportShadowReply,
+    ShadowReply,
     UpdateEngine,
     UpdateSplit,
     WaitUntilIdle,
     WaitUntilTaken,
 )
+from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
+from tuneloop.explorer.metrics import MetricSample
 from tuneloop.shared.errors import ChannelLost
 
 Answering = Callable[[Any], Awaitable[Any]]

@@ -13,8 +13,8 @@ from tests.explorer.running import settings_for
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.supervision import engine_supervisor
-from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSleep
+from tuneloop.explorer.processes import engine_supervisor
+from tuneloop.explorer.processes.engine_supervisor import EngineSleep
 from tuneloop.shared.errors import EngineError
 from tuneloop.shared.job_marks import GpuLocks
 

@@ -21,8 +21,8 @@ from tuneloop.explorer.engines import movement, vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.process import EngineProcess
-from tuneloop.explorer.processes.supervision import engine_supervisor
-from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupervisor
+from tuneloop.explorer.processes import engine_supervisor
+from tuneloop.explorer.processes.engine_supervisor import EngineSupervisor
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import VersionState

@@ -22,9 +22,9 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.processes import engine_supervisor
+from tuneloop.explorer.processes.engine_supervisor import EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.services import is_tied
-from tuneloop.explorer.processes.supervision import engine_supervisor
-from tuneloop.explorer.processes.supervision.engine_supervisor import EngineSupervisor, FleetTrial
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion

@@ -16,8 +16,8 @@ from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually, settings_for
 from tests.explorer.whole import create_app
 from tests.factories import exchange
-from tuneloop.explorer.access.key_watch import KeyWatch
 from tuneloop.explorer.processes import patient_ledger
+from tuneloop.explorer.processes.key_watch import KeyWatch
 from tuneloop.explorer.processes.patient_ledger import PatientLedger, open_ledger
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable
 from tuneloop.shared.experience import State

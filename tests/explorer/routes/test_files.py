@@ -16,10 +16,9 @@ import pytest
 from openai import OpenAI
 
 from tests.explorer.running import RunningExplorer, eventually
-from tuneloop.explorer.finetuning import stored_bytes
-from tuneloop.explorer.finetuning.line_checks import LineChecks
-from tuneloop.explorer.finetuning.stored_bytes import MAX_FILE_BYTES, sweep
+from tuneloop.explorer.jobs import LineChecks
 from tuneloop.explorer.routes import files as file_routes
+from tuneloop.explorer.routes.files import MAX_FILE_BYTES, sweep
 from tuneloop.shared.errors import JobRefused
 from tuneloop.shared.experience import JobState, Scope
 from tuneloop.shared.ledger.files import FILES
@@ -213,8 +212,8 @@ def test_a_client_that_leaves_leaves_nothing(explorer: RunningExplorer) -> None:
 
 
 def test_a_full_disk_leaves_nothing(explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = stored_bytes.shutil.disk_usage(explorer.settings.job_dir).free
-    monkeypatch.setattr(stored_bytes, "RESERVED_BYTES", free + (1 << 30))
+    free = file_routes.shutil.disk_usage(explorer.settings.job_dir).free
+    monkeypatch.setattr(file_routes, "RESERVED_BYTES", free + (1 << 30))
     assert error_of(post(explorer))[:2] == (507, "storage_full")
     assert on_disk(explorer) == {}
 
@@ -226,7 +225,7 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(
         path.touch()
         return Path("/dev/full").open("wb")
 
-    monkeypatch.setattr(stored_bytes, "new_unlinked", full)
+    monkeypatch.setattr(file_routes, "new_unlinked", full)
     assert error_of(post(explorer, b"x" * (3 << 20)))[:2] == (507, "storage_full")
     assert error_of(post(explorer))[:2] == (507, "storage_full")
     assert on_disk(explorer) == {}

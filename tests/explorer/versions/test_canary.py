@@ -14,7 +14,7 @@ from tests.explorer.conftest import Run
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.explorer.versions.test_reload import actor, all_ready, candidate, model, until, until_ready, version
 from tests.explorer.versions.test_trial import answered, by_hash, one_explorer, trying
-from tuneloop.explorer.control_client import ShadowReply
+from tuneloop.explorer.channel import ShadowReply
 from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
 from tuneloop.explorer.versions.trial import CanaryController, counts_of, figures_of, request_counts
 from tuneloop.shared.errors import VersionRefused

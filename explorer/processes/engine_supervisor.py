@@ -10,12 +10,12 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
+from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.proof.reload_trial import ReloadTrial, ServedWeights, require_samples_of_the_policy
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.grammars import give_first_grammar
@@ -59,22 +59,6 @@ _RUNNING = (EngineState.READY, EngineState.RELOADING, EngineState.DOWN)
 _FRESH = "versions are taken up by fresh engines, as with explorer.on_reload: restart, which also spares this trial"
 
 
-class SupervisedProcess(Protocol):
-    """What an engine of our own runs in."""
-
-    async def start(self, model: Path) -> None:
-        """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
-
-    async def wait(self) -> int:
-        """Wait until it is no more."""
-
-    async def stop(self) -> None:
-        """End it, and everything that it started."""
-
-    def has_room(self) -> bool:
-        """Whether this machine has room for it beside what runs now."""
-
-
 class EngineSupervisor:
     """Runs an engine of our own: starts it, again when it dies or hangs, anew when a version asks for that.
 
@@ -84,7 +68,7 @@ class EngineSupervisor:
     def __init__(
         self,
         engine: Engine,
-        process: SupervisedProcess,
+        process: EngineProcess,
         *,
         fleet: Fleet,
         champion: Callable[[], Awaitable[tuple[Version, VerifiedProbe | None]]],

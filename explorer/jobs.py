@@ -1,25 +1,26 @@
-"""Runs the fine-tuning jobs of the method `reinforcement`, as a client of this service, in the explorer that leads.
+"""Fine-tuning jobs, in the explorer that leads: the lines of their files are checked, and some jobs are run here.
 
-A step asks its prompts of the job's policy, some samples each, has them graded, rates and commits them, and waits until
-the version that learnt from them answers. What was recorded is not asked again: a task is `file:line:job:epoch`, and
-its runs are the samples. The metrics of a step say with which prompt the next one begins.
+Jobs that wait are found in the ledger, so that a restart loses none. Those of the method `reinforcement` are run as a
+client of this service. A step asks its prompts of the job's policy, some samples each, has them graded, rates and
+commits them, and waits until the version that learnt from them answers. What was recorded is not asked again: a task
+is `file:line:job:epoch`, and its runs are the samples. The metrics of a step say with which prompt the next one begins.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from random import Random
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import orjson
 import structlog
 
-from tuneloop.explorer.access.feedback_tokens import FeedbackTokens, JobClaims
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.finetuning.own_service import asking, gather, post
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.tokens import JobClaims, TokenSigner
 from tuneloop.shared.errors import (
     EngineError,
     FileRefused,
@@ -29,9 +30,10 @@ from tuneloop.shared.errors import (
     RequestRefused,
 )
 from tuneloop.shared.experience import JobState, State, VersionState, steady_clock
-from tuneloop.shared.finetuning.graders import ModelSample, check_grader, grade
-from tuneloop.shared.finetuning.lines import FileLine, read_lines
-from tuneloop.shared.job_marks import KEY, load_key
+from tuneloop.shared.finetuning.graders import AskModel, ModelSample, check_grader, grade
+from tuneloop.shared.finetuning.job_plan import plan_job
+from tuneloop.shared.finetuning.lines import FileLine, check_file, read_lines
+from tuneloop.shared.job_marks import KEY, load_key, touch_committed
 from tuneloop.shared.ledger.files import FILES, PromptSample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import Job
@@ -40,8 +42,95 @@ from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
-#: How often it is looked for jobs, and for what became of the rows of a step.
+#: How often it is looked for jobs, at most, and for what became of the rows of a step, in seconds.
 LOOK_S = 1.0
+
+#: The mistakes of a file that a job's error names.
+_MISTAKES = 5
+
+_BUG = "an internal error while the files were checked; it has been logged"
+
+
+class LineChecks:
+    """Looks for jobs in `validating_files`, and checks their files, one at a time: the smallest first."""
+
+    def __init__(self, settings: Settings, ledger: Ledger, *, metrics: Metrics) -> None:
+        self._settings, self._ledger, self._metrics = settings, ledger, metrics
+
+    async def run(self) -> None:
+        interval_s = min(self._settings.explorer.service_status_check_interval, LOOK_S)
+        await every(interval_s, self.turn, task="fine_tuning_files", metrics=self._metrics)
+
+    async def turn(self) -> None:
+        """Check the files of the jobs that there are now."""
+        waiting = await asyncio.to_thread(self._ledger.jobs.open, (JobState.VALIDATING,))
+        if not waiting:
+            return
+        files = {job.id: await asyncio.to_thread(self._ledger.files.find, job.training_file) for job in waiting}
+
+        def size(job: Job) -> int:
+            return file.bytes if (file := files[job.id]) is not None else 0
+
+        for job in sorted(waiting, key=size):
+            # Another explorer may decide by now; what two have checked is decided by the first.
+            if await asyncio.to_thread(self._ledger.explorers.lead, self._settings.explorer_name) is None:
+                return
+            try:
+                await asyncio.to_thread(self.check, job)
+            except LedgerUnavailable:
+                raise
+            except JobRefused as error:  # it was cancelled meanwhile
+                log.info("fine_tuning_job_not_checked", job=job.id, reason=str(error))
+            except Exception:
+                log.exception("fine_tuning_job_not_checked", job=job.id)
+                bug = {"code": "server_error", "message": _BUG, "param": None}
+                with suppress(JobRefused):
+                    await asyncio.to_thread(self._fail, job, bug)
+
+    def check(self, job: Job) -> None:
+        """Check the files of a job: it is queued, or fails. Raises JobRefused where it is over by then."""
+        lines = 0
+        for field in ("validation_file", "training_file"):
+            if (file_id := getattr(job, field)) is not None:
+                lines, wrong = self._look_at(file_id, job.method)
+                if wrong:
+                    return self._fail(job, {"code": f"invalid_{field}", "message": wrong, "param": field})
+        try:  # the plan was made for lines that were only counted: for as many it is the same
+            plan = plan_job(self._settings, job.method, job.hyperparameters, lines=lines, seed=job.seed)
+        except JobRefused as error:
+            return self._fail(job, {"code": "invalid_value", "message": str(error), "param": "method"})
+        self._ledger.jobs.change(
+            job.id,
+            JobState.QUEUED,
+            f"Files validated ({lines} lines); the job is queued",
+            options=plan.options,
+            hyperparameters=plan.hyperparameters,
+            rows_in_all=plan.rows_in_all,
+            total_steps=plan.total_steps,
+        )
+        with suppress(OSError):
+            touch_committed(self._settings.job_dir)  # the trainer looks now
+        log.info("fine_tuning_job_queued", job=job.id, lines=lines)
+
+    def _look_at(self, file_id: str, method: str) -> tuple[int, str]:
+        """How many lines a file has, and what is wrong with it."""
+        if self._ledger.files.find(file_id) is None:
+            return 0, f"{file_id} was deleted before its lines were checked"
+        try:
+            found = check_file(self._settings.job_dir / FILES / file_id, method)
+        except OSError as error:
+            return 0, f"{file_id} cannot be read: {error.strerror}"
+        except FileRefused as error:
+            return 0, f"{file_id}: {error}"
+        told = [f"line {number}: {message}" for number, message in found.mistakes[:_MISTAKES]]
+        if (more := len(found.mistakes) - len(told)) > 0:
+            told.append(f"and {more} more, at least")
+        return found.lines, "; ".join(told) or ("" if found.lines else f"{file_id} has no lines")
+
+    def _fail(self, job: Job, error: dict[str, str | None]) -> None:
+        self._ledger.jobs.change(job.id, JobState.FAILED, f"The job failed: {error['message']}", error=error)
+        log.warning("fine_tuning_job_failed", job=job.id, code=error["code"])
+
 
 #: Until a job is tried again whose service does not answer.
 _PAUSE_S = 5.0
@@ -76,7 +165,7 @@ class ReinforcementJobs:
     ) -> None:
         self._settings, self._ledger, self._metrics = settings, ledger, metrics
         self._find_url, self._wait = find_url, wait_until_taken
-        self._tokens = FeedbackTokens(load_key(settings.job_dir / KEY))
+        self._tokens = TokenSigner(load_key(settings.job_dir / KEY))
         self._driving: dict[str, asyncio.Task[None]] = {}
         self._reasons: dict[str, str] = {}
 
@@ -107,7 +196,7 @@ class ReinforcementJobs:
         def open_client(policy: int) -> httpx.AsyncClient:
             def sign(request: httpx.Request) -> httpx.Request:
                 claims = JobClaims(job.id, job.tenant, policy, steady_clock() + _TOKEN_S)
-                request.headers["authorization"] = f"Bearer {self._tokens.sign_job(claims)}"
+                request.headers["authorization"] = f"Bearer {self._tokens.sign(claims)}"
                 return request
 
             limits, timeout_s = httpx.Limits(max_connections=_CONCURRENT), self._settings.explorer.request_timeout
@@ -326,3 +415,45 @@ class JobRun:
         return fmean(
             await gather(*(score(line) for line in lines for _ in range(self._asked["eval_samples"]))) or [0.0]
         )
+
+
+#: The answers to a request that will never do. To others the same request may get another answer in a moment.
+_REFUSALS = {400, 413, 422}
+
+_T = TypeVar("_T")
+
+
+async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """What a route answers. Raises RequestRefused for a request that will never do, EngineError otherwise."""
+    try:
+        answer = await client.post(path, json=body)
+        found = answer.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise EngineError(f"the service does not answer: {type(error).__name__}") from None
+    if answer.status_code == 200:
+        return dict(found)
+    message = str((found.get("error") or {}).get("message"))
+    if answer.status_code in _REFUSALS:
+        raise RequestRefused(message, status=answer.status_code)
+    raise EngineError(message)
+
+
+async def gather(*parts: Awaitable[_T]) -> list[_T]:
+    """The results of all; where one fails, the others are ended before that is raised."""
+    tasks = [asyncio.ensure_future(each) for each in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for each in tasks:
+            each.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def asking(client: httpx.AsyncClient) -> AskModel:
+    """What asks a model for a score, and raises what `post` does; nothing is kept of it."""
+
+    async def ask(body: dict[str, Any]) -> str:
+        answer = await post(client, "/v1/chat/completions", body | {"store": False})
+        return answer["choices"][0]["message"].get("content") or ""
+
+    return ask

@@ -15,12 +15,11 @@ from typing import Any, cast
 import msgspec
 import structlog
 
-from tuneloop.explorer.access.feedback_tokens import FeedbackBinding
-from tuneloop.explorer.control_client import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineView, TrafficSplit
 from tuneloop.explorer.engines.model_routes import PolicyView
 from tuneloop.explorer.limits import KeyUsage
 from tuneloop.explorer.metrics import MetricSample
+from tuneloop.explorer.tokens import FeedbackClaims
 from tuneloop.shared.errors import ChannelLost, RequestRefused
 from tuneloop.shared.ledger.facts import ExplorerFacts, Standstill
 from tuneloop.shared.ledger.keys import KeyTable
@@ -34,6 +33,16 @@ _LENGTH = struct.Struct("<I")
 
 #: How long the control process may take beyond the time that it was given, for the metrics, and for a token.
 _GRACE_S, _EXPOSITION_S, _TOKEN_S = 0.5, 5.0, 2.0
+
+
+class ShadowReply(msgspec.Struct, frozen=True):
+    """What became of a copy: how long the reply took, and how many tokens it has."""
+
+    version: int
+    failed: bool
+    refused: bool = False
+    seconds: float = 0.0
+    tokens: int = 0
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
@@ -85,7 +94,7 @@ class UpdateOutbox(ChannelMessage, frozen=True):
 class TakeOfToken(ChannelMessage, frozen=True):
     """A worker: a browser's token brings so many events. The answer is whether it allows them."""
 
-    binding: FeedbackBinding
+    claims: FeedbackClaims
     count: int
 
 
@@ -302,7 +311,7 @@ class Channel:
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
 
-class ChannelControlClient:
+class ControlClient:
     """The control process, as the routes see it."""
 
     def __init__(self, channel: Channel) -> None:
@@ -328,9 +337,9 @@ class ChannelControlClient:
     def wake_drain(self) -> None:
         self._channel.tell(WakeDrain())
 
-    async def take_of_token(self, binding: FeedbackBinding, count: int) -> bool:
+    async def take_of_token(self, claims: FeedbackClaims, count: int) -> bool:
         """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
-        return bool(await self._answer_to(TakeOfToken(binding, count), bool, _TOKEN_S))
+        return bool(await self._answer_to(TakeOfToken(claims, count), bool, _TOKEN_S))
 
     async def load_version(self, policy: int, version: int) -> str:
         """Have engines hold a version of a policy; why that cannot be, empty where it can."""

@@ -1,1 +1,0 @@
-"""Who may come in: keys, what each may do and how much of it, and the rules for callers without one."""

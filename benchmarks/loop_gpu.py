@@ -44,7 +44,7 @@ from benchmarks.on_gpu.random_model import make_model
 from benchmarks.on_gpu.services import Clock, await_ready, log_events, rollout_of, tell_trouble, write_settings
 from benchmarks.proxy.load import running
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.ui.reading.curves import CurveReader
+from tuneloop.explorer.ui.operations import CurveReader
 from tuneloop.shared.operations.engines import read_explorer
 from tuneloop.shared.settings.hardware import placement_sentence
 from tuneloop.shared.settings.loader import load_settings

@@ -125,17 +125,21 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,
     )
-    app.state.stopping = asyncio.Event()
     errors.install_error_handlers(app)
     feedback.add_routes(app)
     score_routes.add_routes(app)
     _add_routes(app)
     passthrough.add_routes(app, PinParser(settings), max_body_bytes=settings.explorer.max_body_bytes)
     stored_completions.add_routes(app, settings, ledger)
+    stored_completions.add_responses(app, settings, ledger)
     admin.add_routes(app, settings, ledger)
+    admin.add_policies(app, settings, ledger)
+    admin.add_keys(app, ledger)
     fine_tuning.add_routes(app, settings, ledger)
+    fine_tuning.add_graders(app, timeout_s=settings.explorer.request_timeout)
     files.add_routes(app, settings, ledger)
     training_status.add_routes(app, settings, ledger)
+    training_status.add_metrics(app)
     page.add_routes(app, settings, ledger, gate)
     for path in (CHAT, TEXT, RESPONSES, MESSAGES):
         app.post(path)(_never_called)

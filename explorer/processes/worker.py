@@ -78,10 +78,6 @@ _PR_SET_PDEATHSIG = 1
 class _Server(uvicorn.Server):
     """Ends cleanly on SIGTERM and SIGINT, with exit code 0; uvicorn itself dies of the signal in the end."""
 
-    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event) -> None:
-        super().__init__(config)
-        self._stopping = stopping
-
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Let a signal begin the shutdown."""
@@ -89,11 +85,6 @@ class _Server(uvicorn.Server):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         yield
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End, and the pages that are open, too."""
-        self._stopping.set()
-        await super().shutdown(sockets)
 
 
 class Worker:
@@ -160,7 +151,7 @@ class Worker:
             timeout_keep_alive=_KEEP_ALIVE_S,
             server_header=False,
         )
-        self._server = server = _Server(config, app.app.state.stopping)
+        self._server = server = _Server(config)
         await server.serve(sockets=[self._listening])
         self._served = server.started and not self._failed
         ledger.close()

@@ -118,11 +118,8 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         found = [each for each in found if caller.sees_all or each.tenant == caller.tenant]
         return _json({"object": "list", "data": [each._asdict() for each in found]})
 
-    _add_policies(app, settings, ledger)
-    _add_keys(app, ledger)
 
-
-def _add_policies(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
+def add_policies(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     @app.get("/admin/policies")
     async def list_all(request: Request) -> Response:
         caller = caller_of(request.scope)
@@ -166,7 +163,7 @@ def _add_policies(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         return _json(await asyncio.to_thread(make))
 
 
-def _add_keys(app: FastAPI, ledger: Ledger) -> None:
+def add_keys(app: FastAPI, ledger: Ledger) -> None:
     keys = ledger.keys
 
     @app.get("/admin/keys")

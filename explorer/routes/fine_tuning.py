@@ -93,7 +93,6 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
     _add_lists(app, ledger)
     _add_decisions(app, ledger)
-    _add_graders(app, timeout_s=settings.explorer.request_timeout)
 
 
 def _add_lists(app: FastAPI, ledger: Ledger) -> None:
@@ -177,7 +176,7 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
         return _json({"id": name, "object": "model", "deleted": True})
 
 
-def _add_graders(app: FastAPI, *, timeout_s: float) -> None:
+def add_graders(app: FastAPI, *, timeout_s: float) -> None:
     """Routes that try a grader before a job is made with it."""
 
     async def parse(request: Request) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -147,10 +147,10 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             raise RequestRefused("; ".join(found.sentences), status=404, code="not_found", param="completion_id")
         return _json(found.as_json())
 
-    _add_responses(app, completions, default_model)
 
+def add_responses(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
+    completions, default_model = ledger.stored, settings.served_model_name
 
-def _add_responses(app: FastAPI, completions: StoredCompletions, default_model: str) -> None:
     @app.get(f"{RESPONSES}/{{response_id}}")
     async def retrieve(response_id: str, request: Request, reader: CompletionReaderOf) -> Response:
         if request.query_params.get("stream", "false").lower() not in ("0", "false"):

@@ -76,10 +76,8 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
         return Response(orjson.dumps(await asyncio.to_thread(count)), media_type=_JSON_TYPE)
 
-    _add_metrics(app)
 
-
-def _add_metrics(app: FastAPI) -> None:
+def add_metrics(app: FastAPI) -> None:
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         if _JSON_TYPE in request.headers.get("accept", ""):

@@ -1,18 +1,19 @@
-"""What runs now: the trainer's curves and steps, the doctor's report, and word of what changes."""
+"""What runs now: the doctor's report, the trainer's steps, and its curves as it writes them for TensorBoard."""
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Sequence
+import math
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import Response
 
 from tuneloop.explorer.ui.overview import LedgerCounts
-from tuneloop.explorer.ui.reading.curves import CurveReader
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site
-from tuneloop.shared.errors import LedgerError, RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.operations.doctor import as_sections, examine_experiment
 
@@ -34,8 +35,15 @@ FIRST = {
 }
 MOST = 6
 
-#: How often it is looked for what has changed, for how long a browser is told before it asks again, and how many are.
-_LOOK_S, _STREAM_S, _MAX_LISTENERS = 2.0, 300.0, 32
+#: Points of a curve that are kept, and those that are drawn.
+MAX_KEPT, MAX_DRAWN = 20_000, 400
+
+#: Bytes that are read at once: what is written more is read when one looks again.
+_MAX_BYTES = 8 << 20
+
+_LONGEST_RECORD = 1 << 20
+
+Curve = list[tuple[int, float]]
 
 
 def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
@@ -66,53 +74,116 @@ def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
         return site.show(request, "_doctor.html", report=found, sections=as_sections(found, site.settings))
 
 
-def add_changes(router: APIRouter, site: Site) -> None:
-    watch = ChangeWatch(site.ledger)
+class CurveReader:
+    """The curves of one run, by their names."""
 
-    @router.get("/events")
-    async def events(request: Request) -> Response:
-        site.guard.admit(request)
-        if watch.listeners >= _MAX_LISTENERS:
-            raise RequestRefused("too many pages listen to this worker already", status=503, code="too_many")
-        stopping: asyncio.Event = request.app.state.stopping
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(watch.changes(stopping), media_type="text/event-stream", headers=headers)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._read_to: dict[Path, int] = {}
+        self._curves: dict[str, dict[int, float]] = {}
 
-
-class ChangeWatch:
-    """Tells browsers that the ledger has changed, not what: they ask for that."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._marks: Sequence[int] = ()
-        self._looked_at = 0.0
-        self.listeners = 0
-
-    async def changes(self, stopping: asyncio.Event) -> AsyncIterator[bytes]:
-        """Server-sent events, until the service stops or it is time to ask again."""
-        self.listeners += 1
-        try:
-            yield b"retry: 3000\n\n"
-            known, until = await self._look(), time.monotonic() + _STREAM_S
-            while time.monotonic() < until and not stopping.is_set():
-                try:
-                    await asyncio.wait_for(stopping.wait(), _LOOK_S)
-                except TimeoutError:
-                    marks = await self._look()
-                    yield b"event: changed\ndata: \n\n" if marks != known else b": nothing new\n\n"
-                    known = marks
-        finally:
-            self.listeners -= 1
-
-    async def _look(self) -> Sequence[int]:
-        """The ledger's marks, looked at once for all who listen."""
-        if time.monotonic() - self._looked_at >= _LOOK_S / 2:
-            self._looked_at = time.monotonic()
+    def read(self) -> dict[str, Curve]:
+        """The curves as they are now: by name, points by step. Empty while there is no run."""
+        with self._lock:
             try:
-                self._marks = await asyncio.to_thread(self._ledger.reward_history.marks)
-            except LedgerError:  # it is away: the page says so to whoever asks
-                self._marks = ()
-        return self._marks
+                files = sorted(self._folder.glob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)
+            except OSError:  # a file was deleted just now
+                files = []
+            for file in files:
+                self._read_on(file)
+            return {name: thin(sorted(points.items())) for name, points in sorted(self._curves.items())}
+
+    def _read_on(self, path: Path) -> None:
+        begin = self._read_to.get(path, 0)
+        try:
+            with path.open("rb") as file:
+                file.seek(begin)
+                data = file.read(_MAX_BYTES)
+        except OSError:  # deleted just now, or not ours to read: its curves are missing
+            return
+        for event, end in _records(data):
+            step, values, restarted = _event(event)
+            if restarted:  # an earlier run's points from here on are drawn no more
+                for points in self._curves.values():
+                    for late in [each for each in points if each >= step]:
+                        del points[late]
+            for name, value in values:
+                points = self._curves.setdefault(name, {})
+                points[step] = value
+                if len(points) > MAX_KEPT:
+                    del points[next(iter(points))]
+            self._read_to[path] = begin + end
+
+
+def thin(curve: Curve) -> Curve:
+    """The curve with so few points as are drawn: what is not finite is left out, the last is kept."""
+    finite = [(step, value) for step, value in curve if math.isfinite(value)]
+    every = max(1, math.ceil(len(finite) / MAX_DRAWN))
+    return finite[::-1][::every][::-1]
+
+
+def _records(data: bytes) -> Iterator[tuple[bytes, int]]:
+    """The whole records, each with where it ends: a length in eight bytes, four of checksum, the event, four more."""
+    at = 0
+    while len(data) - at >= 16:
+        length = struct.unpack_from("<Q", data, at)[0]
+        if length > _LONGEST_RECORD or len(data) - at < 16 + length:
+            return
+        yield data[at + 12 : at + 12 + length], at + 16 + length
+        at += 16 + length
+
+
+def _event(event: bytes) -> tuple[int, list[tuple[str, float]], bool]:
+    """The step, the scalars, and whether a run begins again at this step."""
+    step, values, restarted = 0, [], False
+    for field, value in _fields(event):
+        if field == 2 and isinstance(value, int):
+            step = value
+        elif field == 5 and isinstance(value, bytes):
+            for scalar in (dict(_fields(each)) for _, each in _fields(value) if isinstance(each, bytes)):
+                name, number = scalar.get(1), scalar.get(2)
+                if isinstance(name, bytes) and isinstance(number, float):
+                    values.append((name.decode(errors="replace"), number))
+        elif field == 7:
+            restarted = True
+    return step, values, restarted
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | float | bytes]]:
+    """The fields of a protobuf message, as far as it can be read."""
+    at = 0
+    try:
+        while at < len(data):
+            tag, at = _varint(data, at)
+            match tag & 7:
+                case 0:
+                    value, at = _varint(data, at)
+                    yield tag >> 3, value
+                case 1:
+                    yield tag >> 3, struct.unpack_from("<d", data, at)[0]
+                    at += 8
+                case 2:
+                    length, at = _varint(data, at)
+                    yield tag >> 3, data[at : at + length]
+                    at += length
+                case 5:
+                    yield tag >> 3, struct.unpack_from("<f", data, at)[0]
+                    at += 4
+                case _:
+                    return
+    except (IndexError, struct.error):  # it is damaged: what could be read was
+        return
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at
 
 
 def _trainer(ledger: Ledger, curves: CurveReader, *, shows_all: bool) -> dict[str, Any]:

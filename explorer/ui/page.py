@@ -9,7 +9,7 @@ from fastapi.responses import Response
 
 from tuneloop.explorer.auth import Gatekeeper
 from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation, describe_api
-from tuneloop.explorer.ui.operations import add_changes, add_operations
+from tuneloop.explorer.ui.operations import add_operations
 from tuneloop.explorer.ui.overview import LedgerCounts
 from tuneloop.explorer.ui.pages import add_exchanges, add_overview
 from tuneloop.explorer.ui.rating import add_rating
@@ -28,7 +28,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: Gatekeepe
     counts = LedgerCounts(settings, ledger, lambda: app.state.services.drain_status())
     operations = partial(add_operations, counts=counts)
     overview = partial(add_overview, counts=counts)
-    add_site(app, site, overview, add_exchanges, add_versions, add_rating, operations, add_changes)
+    add_site(app, site, overview, add_exchanges, add_versions, add_rating, operations)
     router = APIRouter(include_in_schema=False)
     description = orjson.dumps(describe_api())
     model = site.settings.served_model_name

@@ -1,24 +1,47 @@
 """The overview, the exchanges, and one of them."""
 
-from typing import Any
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
 
+import orjson
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from tuneloop.explorer.engines.fleet import Fleet
+from tuneloop.explorer.http.bodies import number_in_form
 from tuneloop.explorer.recorder import Recorder
+from tuneloop.explorer.routes.passthrough import ask_engine
+from tuneloop.explorer.ui.conversation import last_words, read_calls, read_request
 from tuneloop.explorer.ui.overview import LedgerCounts, build_overview, describe_waiting
-from tuneloop.explorer.ui.reading.conversation import last_words, read_calls, read_request
-from tuneloop.explorer.ui.reading.reply_query import FIELDS, link, parse_cursor, parse_filter, with_stored_names
-from tuneloop.explorer.ui.reading.tokens import list_tokens
 from tuneloop.explorer.ui.site import Site
-from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.experience import Outcome, State
-from tuneloop.shared.ledger.browsing.reply_pages import PREVIEW
+from tuneloop.shared.errors import EngineError, RequestRefused
+from tuneloop.shared.experience import MAX_NAME, Outcome, State
+from tuneloop.shared.ledger.browsing.exchange_view import TokenView
+from tuneloop.shared.ledger.browsing.reply_pages import PREVIEW, ReplyCursor, ReplyFilter
 from tuneloop.shared.operations.diagnosis import number
 from tuneloop.shared.operations.explain import explain
 
 #: Replies on one page.
 PAGE = 50
+
+#: The fields of the form, by their names in the query.
+FIELDS = ("text", "state", "version", "reward_from", "reward_to", "task", "run", "user", "since", "until")
+
+_NAMES = {"task": "task_id", "run": "run_id"}
+_MAX_TEXT = 200
+_DIGITS = 9
+
+#: Tokens of one reply that are shown.
+MAX_TOKENS = 4_000
+
+_PATIENCE_S = 3.0
+
+#: How tokenizers write a space and a line's end inside of tokens.
+_WRITTEN = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n", "ĉ": "\t"})
 
 #: What became of feedback, in sentences.
 SENTENCES = {
@@ -120,3 +143,146 @@ async def show_exchange(
 def _no_exchange(msg_id: str) -> RequestRefused:
     message = f"there is no exchange {msg_id[:80]}: it was deleted, has expired, or is of another experiment"
     return RequestRefused(message, status=404, code="not_found")
+
+
+def parse_filter(query: Mapping[str, str]) -> ReplyFilter:
+    """What a query asks for. Raises RequestRefused with the field that is wrong."""
+    given = {name: value.strip() for name, value in query.items() if name in FIELDS and value.strip()}
+    if unknown := sorted(query.keys() - {*FIELDS, "after"}):
+        raise _refusal(unknown[0], f"there is no filter {unknown[0][:40]!r}; there are {', '.join(FIELDS)}")
+    parsed: dict[str, Any] = {
+        _NAMES.get(name, name): _PARSERS.get(name, _words)(name, value) for name, value in given.items()
+    }
+    wanted = ReplyFilter()._replace(**parsed)
+    for low, high in (("reward_from", "reward_to"), ("since", "until")):
+        first, last = getattr(wanted, low), getattr(wanted, high)
+        if first is not None and last is not None and first > last:
+            raise _refusal(low, f"{low} is larger than {high}: nothing can lie between them")
+    return wanted
+
+
+def with_stored_names(wanted: ReplyFilter, as_stored: Callable[[str], str]) -> ReplyFilter:
+    """The filter by the names that tasks, runs and people have in the database."""
+    task_id, run_id, user = (name and as_stored(name) for name in (wanted.task_id, wanted.run_id, wanted.user))
+    return wanted._replace(task_id=task_id, run_id=run_id, user=user)
+
+
+def parse_cursor(query: Mapping[str, str]) -> ReplyCursor | None:
+    """Where the page begins. Raises RequestRefused."""
+    after = query.get("after", "")
+    if not after:
+        return None
+    time, _, number = after.partition("_")
+    try:
+        cursor = ReplyCursor(float(time), int(number))
+    except ValueError:
+        cursor = ReplyCursor(math.nan, 0)
+    if not (math.isfinite(cursor.sampled_at) and 0 <= cursor.id < 2**63):
+        raise _refusal("after", "after is not a position in this list: begin at its top")
+    return cursor
+
+
+def link(query: Mapping[str, str], after: ReplyCursor | None = None) -> str:
+    """The query of a page with the same filters."""
+    kept = {name: query[name] for name in FIELDS if query.get(name, "").strip()}
+    if after is not None:
+        kept["after"] = f"{after.sampled_at!r}_{after.id}"
+    return urlencode(kept)
+
+
+def _refusal(field: str, message: str) -> RequestRefused:
+    return RequestRefused(message, code="invalid_value", param=field)
+
+
+def _words(field: str, value: str) -> str:
+    most = _MAX_TEXT if field == "text" else MAX_NAME
+    if len(value) > most:
+        raise _refusal(field, f"{field} is longer than {most} characters")
+    return value
+
+
+def _state(field: str, value: str) -> State:
+    try:
+        return State(value)
+    except ValueError:
+        raise _refusal(field, f"there is no state {value[:40]!r}; there are {', '.join(State)}") from None
+
+
+def _version(field: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit() and len(value) <= _DIGITS):
+        raise _refusal(field, f"version must be a number, not {value[:40]!r}")
+    return int(value)
+
+
+def _number(field: str, value: str) -> float:
+    number = number_in_form(value)
+    if number is None or not math.isfinite(number):
+        raise _refusal(field, f"{field} must be a number, not {value[:40]!r}")
+    return number
+
+
+def _time(field: str, value: str) -> float:
+    try:
+        time = datetime.fromisoformat(value)
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        message = f"{field} must be a time in UTC such as 2026-11-23T18:30, not {value[:40]!r}"
+        raise _refusal(field, message) from None
+
+
+_PARSERS = {
+    "state": _state,
+    "version": _version,
+    "reward_from": _number,
+    "reward_to": _number,
+    "since": _time,
+    "until": _time,
+}
+
+
+class Token(NamedTuple):
+    """A token: how it is written, or its id in brackets where nobody could tell. `logprob`: None if not captured."""
+
+    text: str
+    id: int
+    logprob: float | None
+
+
+class TokenList(NamedTuple):
+    """The tokens of a reply, and their log-probabilities added up, if captured; `named`: they are shown as text."""
+
+    tokens: list[Token]
+    total: int
+    logprob: float | None
+    prompt_tokens: int
+    named: bool
+
+
+async def list_tokens(fleet: Fleet, model: str, view: TokenView) -> TokenList:
+    """The tokens of a reply as they are written. Without an engine that can tell, their ids."""
+    names = await _names(fleet, model, view)
+    tokens = [
+        Token(names[place] if place < len(names) else f"[{number}]", number, logprob)
+        for place, (number, logprob) in enumerate(zip(view.completion_ids, view.logprobs, strict=True))
+    ]
+    captured = [each for each in view.logprobs if each is not None]
+    total = sum(captured) if len(captured) == len(tokens) else None
+    return TokenList(tokens[:MAX_TOKENS], len(tokens), total, view.prompt_tokens, bool(names))
+
+
+async def _names(fleet: Fleet, model: str, view: TokenView) -> list[str]:
+    """How the first tokens are written: those that the engine makes of the reply's text, if they are the same."""
+    question = {"model": model, "prompt": view.text, "add_special_tokens": False, "return_token_strs": True}
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            answer = await ask_engine(fleet, "POST", "/tokenize", orjson.dumps(question))
+    except (EngineError, RequestRefused, TimeoutError):
+        return []
+    try:
+        body: Any = orjson.loads(bytes(answer.body))
+        ids, names = body["tokens"], body["token_strs"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return []
+    if not isinstance(names, list) or ids != view.completion_ids[: len(ids)] or len(names) != len(ids):
+        return []
+    return [str(name).translate(_WRITTEN) for name in names]

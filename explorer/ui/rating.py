@@ -10,9 +10,8 @@ from fastapi.responses import RedirectResponse, Response
 from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.feedback.routes import FeedbackRoutes
 from tuneloop.explorer.http.bodies import number_in_form
-from tuneloop.explorer.ui.pages import SENTENCES, show_exchange
-from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
-from tuneloop.explorer.ui.reading.reply_query import parse_cursor
+from tuneloop.explorer.ui.conversation import read_calls, read_request
+from tuneloop.explorer.ui.pages import SENTENCES, parse_cursor, show_exchange
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import RequestRefused

@@ -7,8 +7,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
 from tuneloop.explorer.routes.admin import parse_decision, parse_version
+from tuneloop.explorer.ui.conversation import read_calls, read_request
 from tuneloop.explorer.ui.overview import chart_of, compare_versions_by_reward, reward_points
-from tuneloop.explorer.ui.reading.conversation import read_calls, read_request
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site
 from tuneloop.shared.errors import PolicyRefused, RequestRefused, VersionRefused

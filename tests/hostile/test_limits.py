@@ -22,7 +22,7 @@ from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
 from tuneloop.explorer.proxy import media, request
 from tuneloop.explorer.routes import admin, files, fine_tuning, passthrough, stored_completions
-from tuneloop.explorer.ui import operations, site
+from tuneloop.explorer.ui import site
 from tuneloop.shared import logging
 from tuneloop.shared.experience import MAX_NAME
 from tuneloop.shared.finetuning import lines
@@ -82,7 +82,6 @@ FIXED: dict[str, object] = {
     "events that a browser's token allows": tokens.MAX_EVENTS,
     "a request for a key": admin._MAX_KEY_BYTES,
     "a form of the page at `/ui`": site._MAX_FORM_BYTES,
-    "pages that listen to a worker for changes": operations._MAX_LISTENERS,
     "an administrator's body": admin._MAX_BODY_BYTES,
     "an administrator's reason": admin.MAX_REASON,
     "events of versions in one answer": admin.MAX_EVENTS,

@@ -44,21 +44,10 @@
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   };
 
-  // What a page shows is asked for again when the ledger has changed, but never under somebody's fingers.
-  function listen() {
-    if (!document.querySelector("[hx-trigger*='tuneloop-changed']")) return;
-    let last = 0, waits;
-    const tell = () => {
-      clearTimeout(waits);
-      const busy = document.activeElement && document.activeElement.closest("[hx-trigger*='tuneloop-changed']");
-      if (document.hidden || busy || Date.now() - last < 3000) { waits = setTimeout(tell, 3000); return; }
-      last = Date.now();
-      htmx.trigger(document.body, "tuneloop-changed");
-    };
-    const source = new EventSource(document.body.dataset.events);
-    source.addEventListener("open", tell);  // what changed since the page was made, or while this was away
-    source.addEventListener("changed", tell);
-    window.addEventListener("pagehide", () => source.close());
+  // What a page shows is asked for again every few seconds, but never under somebody's fingers.
+  function update() {
+    const busy = document.activeElement && document.activeElement.closest("[hx-trigger*='tuneloop-changed']");
+    if (!document.hidden && !busy) htmx.trigger(document.body, "tuneloop-changed");
   }
 
   // One key for each choice.
@@ -69,6 +58,6 @@
   }
 
   document.addEventListener("DOMContentLoaded", ready);
-  document.addEventListener("DOMContentLoaded", listen);
+  setInterval(update, 5000);
   document.addEventListener("keydown", press);
 })();

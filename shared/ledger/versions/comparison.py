@@ -1,7 +1,7 @@
 """How versions have done: one since its rollout began, and the newest replies of each, as far as the ledger knows."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from sqlalchemy import ColumnElement, Double, Select, and_, case, func, select
@@ -10,7 +10,7 @@ from sqlalchemy import cast as as_type
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, ratio_of_sums, spread
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage.database import LedgerPart
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, version_events, versions, worth
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences, versions, worth
 from tuneloop.shared.ledger.versions.drift import LONGEST
 
 #: The newest replies among which refusals are counted.
@@ -122,9 +122,3 @@ class RewardHistory(LedgerPart):
         query = select(delay).join_from(experiences, versions, versions.c.version == experiences.c.trained_version)
         of_it = and_(experiences.c.trained_version == version, versions.c.served_at.is_not(None))
         return sorted(row[0] for row in self._read(query.where(of_it).limit(_TRAINED)))
-
-    def marks(self) -> Sequence[int]:
-        """Numbers that grow when a reply, feedback, or an event of a version comes in."""
-        tables = (experiences, feedback, version_events)
-        counts = self._read_together(*(select(func.coalesce(func.max(each.c.id), 0)) for each in tables))
-        return [rows[0][0] for rows in counts]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tuneloop.explorer.ui.reading.conversation import last_words
+from tuneloop.explorer.ui.conversation import last_words
 
 
 def said(**body: object) -> bytes:

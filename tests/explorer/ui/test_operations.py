@@ -1,14 +1,11 @@
-"""The trainer's page, the doctor's, and word of what changes."""
+"""The trainer's page, and the doctor's."""
 
 from pathlib import Path
-
-import httpx
 
 from tests.explorer.running import RunningExplorer
 from tests.explorer.ui.conftest import Filled
 from tests.explorer.ui.test_pages import words
-from tuneloop.explorer.ui.operations import FIRST, MOST
-from tuneloop.explorer.ui.reading.curves import CurveReader, thin
+from tuneloop.explorer.ui.operations import FIRST, MOST, CurveReader, thin
 from tuneloop.shared.tensorboard import Curves
 
 
@@ -41,18 +38,6 @@ def test_the_doctor_says_whether_the_ledger_balances(filled: Filled):
     seen = words(filled.text("/ui/doctor/report"))
     assert "The ledger balances." in seen
     assert "344 experiences = " in seen
-
-
-def test_a_page_hears_that_the_ledger_has_changed(explorer: RunningExplorer):
-    with httpx.stream("GET", f"{explorer.url}/ui/events", timeout=60) as events:
-        assert events.headers["content-type"].startswith("text/event-stream")
-        lines = events.iter_lines()
-        assert next(lines) == "retry: 3000"
-        assert ": nothing new" in (next(lines) for _ in range(20))
-        explorer.chat()
-        assert "event: changed" in (next(lines) for _ in range(200))
-        explorer.app.app.state.stopping.set()
-        assert all(line in {"", ": nothing new", "data: ", "event: changed"} for line in lines)  # it ends
 
 
 # The curves.

@@ -174,7 +174,7 @@ def test_a_key_with_the_scope_admin_opens_the_page_of_its_tenant_until_it_is_rev
         assert httpx.get(f"{filled.explorer.url}/ui", cookies=before).status_code == 303
         assert log_in(http, other).status_code == 401
         assert log_in(http, secret).headers["location"] == "/ui/exchanges"
-        for path in ("/ui", "/ui/versions", "/ui/trainer", "/ui/doctor", "/ui/events", "/ui/waiting"):
+        for path in ("/ui", "/ui/versions", "/ui/trainer", "/ui/doctor", "/ui/waiting"):
             assert http.get(path).status_code == 403, path
         assert http.post("/ui/versions/0/promote").status_code == 403
         assert "No exchange is in the ledger yet" in http.get("/ui/exchanges").text

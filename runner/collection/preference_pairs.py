@@ -3,7 +3,7 @@
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 from urllib.parse import quote
@@ -12,7 +12,7 @@ import httpx
 
 from tuneloop.runner.errors import ServiceRefused
 from tuneloop.runner.http_client import header_of_key
-from tuneloop.runner.logs.request_logs import ask_service
+from tuneloop.runner.logs.request_logs import ask_service, stored_turns
 from tuneloop.runner.rewards.reply import ChatMessage, chat_messages, text_of
 
 #: What somebody says of two answers by their places on the page; `skip` leaves it open.
@@ -20,8 +20,6 @@ PairChoice = Literal["left", "right", "tie", "skip"]
 CHOICES: tuple[PairChoice, ...] = ("left", "right", "tie", "skip")
 
 _TIMEOUT_S = 120.0
-
-_PAGE = 100  # the most that a list of the service has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +100,7 @@ class HumanPreferenceCollector:
     def pair_of(self, a: str, b: str) -> BlindPair:
         """The pair of two replies that the service has stored, by their ids. They must answer one question."""
         stored = [self._ask("GET", _path_of(each)) for each in (a, b)]
-        turns = [
-            chat_messages(
-                [{**said, "content": said.get("content_parts") or said.get("content")} for said in self._pages(each)]
-            )
-            for each in (a, b)
-        ]
+        turns = [stored_turns(self._client, self._url + _path_of(each)) for each in (a, b)]
         if turns[0] != turns[1]:
             raise ServiceRefused(f"{a} and {b} do not answer the same question")
         answers = [_answer(each, str(each.get("model"))) for each in stored]
@@ -131,16 +124,6 @@ class HumanPreferenceCollector:
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
-
-    def _pages(self, reply_id: str) -> Iterator[dict[str, Any]]:
-        after: dict[str, str] = {}
-        while True:
-            query = httpx.QueryParams({"limit": str(_PAGE), **after})
-            page = self._ask("GET", f"{_path_of(reply_id)}/messages?{query}")
-            yield from page["data"]
-            if not page.get("has_more"):
-                return
-            after = {"after": str(page["last_id"])}
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         return ask_service(self._client, method, self._url + path, json=body)

@@ -179,22 +179,18 @@ def read_stored_completions(
     *,
     api_key: str | None = None,
     metadata: Mapping[str, str] | None = None,
-    client: httpx.Client | None = None,
 ) -> Iterator[LoggedExchange]:
     """The stored completions of a service, the oldest first; `url` is the service's, without /v1.
 
     `metadata` keeps those with just these pairs. What the service was told beside metadata, such as rewards, an export
     has and this does not. Raises ServiceRefused where the service does not answer with a list.
     """
-    headers = header_of_key(api_key)
     base = f"{url.rstrip('/')}/v1/chat/completions"
-    own = client or httpx.Client(timeout=_TIMEOUT_S)
-    try:
+    with httpx.Client(timeout=_TIMEOUT_S, headers=header_of_key(api_key)) as client:
         filters = {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
-        for stored in _pages(own, base, headers, filters):
-            messages = list(_pages(own, f"{base}/{quote(str(stored['id']), safe='')}/messages", headers, {}))
+        for stored in _pages(client, base, filters):
+            turns = stored_turns(client, f"{base}/{quote(str(stored['id']), safe='')}")
             labels = labels_in(stored.get("metadata"))
-            turns = [{**each, "content": each.get("content_parts") or each.get("content")} for each in messages]
             choices = stored.get("choices") or []
             for choice in choices:
                 many = f":{choice['index']}" if len(choices) > 1 and choice["index"] else ""
@@ -203,7 +199,7 @@ def read_stored_completions(
                     place=url,
                     exchange_id=f"{stored['id']}{many}",
                     conversation=conversation_of(labels, str(stored["id"])),
-                    messages=tuple(chat_messages(turns)),
+                    messages=tuple(turns),
                     reply=tuple(chat_messages(choice["message"]) if choice.get("finish_reason") else []),
                     tools=objects(stored.get("tools")),
                     model=optional_text(stored.get("model")),
@@ -212,18 +208,18 @@ def read_stored_completions(
                     train=may_train(stored),
                     labels=labels,
                 )
-    finally:
-        if client is None:
-            own.close()
 
 
-def _pages(
-    client: httpx.Client, url: str, headers: Mapping[str, str], query: Mapping[str, str]
-) -> Iterator[dict[str, Any]]:
+def stored_turns(client: httpx.Client, url: str) -> list[ChatMessage]:
+    """The messages of a stored completion, which is at a URL. Raises ServiceRefused."""
+    listed = _pages(client, f"{url}/messages", {})
+    return chat_messages([{**each, "content": each.get("content_parts") or each.get("content")} for each in listed])
+
+
+def _pages(client: httpx.Client, url: str, query: Mapping[str, str]) -> Iterator[dict[str, Any]]:
     after: dict[str, str] = {}
     while True:
-        params = {**query, **after, "limit": str(_PAGE), "order": "asc"}
-        page = ask_service(client, "GET", url, params=params, headers=headers)
+        page = ask_service(client, "GET", url, params={**query, **after, "limit": str(_PAGE), "order": "asc"})
         if not isinstance(page.get("data"), list):
             raise ServiceRefused(f"{url} answered with no list: {str(page)[:200]}")
         yield from page["data"]

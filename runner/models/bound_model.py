@@ -68,7 +68,7 @@ def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKi
                 why = f"AgentScope is installed, and cannot be imported ({error})"
                 raise ExtraMissing("agentscope1", why) from error
             raise ExtraMissing("agentscope", "the workflow wants an AgentScope chat model") from error
-        arguments = _client_arguments(bound, defaults, sync=False)
+        arguments = {"base_url": bound.base_url, **client_arguments(bound.calls, defaults.timeout_s, sync=False)}
         if importlib.util.find_spec("agentscope.credential"):
             from agentscope.credential import OpenAICredential
 
@@ -89,8 +89,10 @@ def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKi
         return models.OpenAIChatModel(
             defaults.model_name, api_key=bound.api_key, stream=False, client_kwargs=arguments, generate_kwargs=generate
         )
-    made = _openai_classes(defaults)[0 if client == "openai" else 1]
-    return made(api_key=bound.api_key, **_client_arguments(bound, defaults, sync=client == "openai"))
+    is_sync = client == "openai"
+    arguments = client_arguments(bound.calls, defaults.timeout_s, sync=is_sync)
+    made = _openai_classes(defaults)[0 if is_sync else 1]
+    return made(api_key=bound.api_key, base_url=bound.base_url, **arguments)
 
 
 def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
@@ -106,11 +108,6 @@ def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
     name = str(annotation if isinstance(annotation, str) else getattr(annotation, "__name__", ""))
     kinds: dict[str, ClientKind] = {"OpenAI": "openai", "AsyncOpenAI": "async_openai"}
     return kinds.get(name.rpartition(".")[2], "auto"), sync
-
-
-def _client_arguments(bound: CallsEndpoint, defaults: CallDefaults, *, sync: bool) -> dict[str, Any]:
-    """What an `openai` client is made of."""
-    return {"base_url": bound.base_url, **client_arguments(bound.calls, defaults.timeout_s, sync=sync)}
 
 
 def _with_defaults(options: Any, defaults: CallDefaults) -> Any:

@@ -15,7 +15,7 @@ from tuneloop.runner.judging.judge import Judge
 from tuneloop.runner.judging.rubric import Rubric
 from tuneloop.runner.logs.exchange import BrokenEntries, LoggedExchange
 from tuneloop.runner.logs.request_logs import read_export, read_openai_jsonl, read_stored_completions
-from tuneloop.runner.logs.span_logs import read_otlp, read_studio
+from tuneloop.runner.logs.studio_logs import read_studio
 from tuneloop.runner.tasks.augmentation import augment_tasks, learn_task_rubric, screen_tasks
 from tuneloop.runner.tasks.task_set import (
     ExchangeFilter,
@@ -38,7 +38,6 @@ _KEY = "OPENAI_API_KEY"
 _READERS: dict[str, Callable[[Path, BrokenEntries], Iterator[LoggedExchange]]] = {
     "export": read_export,
     "openai": read_openai_jsonl,
-    "otlp": read_otlp,
     "studio": read_studio,
 }
 

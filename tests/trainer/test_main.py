@@ -4,9 +4,7 @@ import signal
 
 import pytest
 
-from tests.doubles.full_pipe import full_pipe
 from tests.trainer.factories import commit, eventually, read_until, sample
-from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger import facts
 from tuneloop.shared.ledger.ledger import BatchRules
@@ -32,14 +30,6 @@ def test_what_it_cannot_start_with_is_one_sentence_and_an_exit_code(start, tmp_p
     assert said.count("\n") == 1
 
 
-def test_a_mistake_in_the_settings_that_only_the_model_shows_has_its_exit_code(start, base, tmp_path):
-    process = start(model={"model_path": base, "lora": {"rank": 2, "targets": ["lm_head"]}})
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 2
-    assert said.splitlines()[-1].startswith("trainer: model.lora.targets: lm_head: ")
-    assert not list(tmp_path.rglob("global_step_*"))
-
-
 def test_what_the_disk_refuses_is_one_sentence_and_an_exit_code(start, tmp_path):
     process = start(model={"model_path": tmp_path / ("long" * 100)})
     _, said = process.communicate(timeout=60)
@@ -47,22 +37,6 @@ def test_what_the_disk_refuses_is_one_sentence_and_an_exit_code(start, tmp_path)
     assert said.startswith("trainer: checkpoint_root_dir: ")
     assert str(tmp_path / "tuneloop" / "default") in said
     assert said.count("\n") == 1
-
-
-def test_being_overtaken_is_told_by_the_exit_code(start, ledger):
-    process = start()
-    read_until(process, "trainer_ready")
-    ledger.training.take_epoch("another")
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == StaleEpoch.exit_code == 4
-    assert "trainer: this trainer holds epoch 1, but epoch 2 has taken over" in said
-
-
-def test_a_log_that_nobody_reads_stops_no_training(start, ledger):
-    commit(ledger, [sample(i) for i in range(4)])
-    with full_pipe() as log:
-        assert start(stderr=log, trainer={"total_steps": 1}).wait(120) == 0
-    assert ledger.versions.newest().version == 1
 
 
 def test_one_that_is_stopped_is_silent_until_it_goes_on(start, ledger, monkeypatch):

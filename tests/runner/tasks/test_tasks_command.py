@@ -9,7 +9,8 @@ import pytest
 
 from tests.doubles.judge import judge_place, verdict
 from tests.explorer.running import RunningExplorer
-from tests.runner.logs.writing import ANSWER, otlp, write_lines
+from tests.runner.logs.test_studio import NEW, studio
+from tests.runner.logs.writing import ANSWER, write_lines
 from tuneloop.runner.tasks.tasks_command import main
 
 Run = Callable[..., tuple[int, str]]
@@ -101,11 +102,11 @@ def test_several_sources_are_one_set(run: Run, log: Path, tmp_path: Path, explor
     explorer.until_flushed()
     said = [{"role": "user", "parts": [{"type": "text", "content": "Where is it?"}]}]
     span = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": json.dumps(said)}
-    traces = write_lines(tmp_path / "x.json", [otlp({"id": "1", "attributes": span})])
-    sources = [f"openai:{log}", f"otlp:{traces}", f"service:{explorer.url}"]
+    traces = studio(tmp_path, NEW, {"id": "1", "traceId": "t", "attributes": span, "status": {"code": 1}})
+    sources = [f"openai:{log}", f"studio:{traces}", f"service:{explorer.url}"]
     code, said_ = run("import", *(each for source in sources for each in ("--from", source)), "--to", tmp_path / "t")
     assert code == 0, said_
-    assert [each["provenance"]["source"] for each in rows(tmp_path / "t")] == ["openai", "openai", "otel", "tuneloop"]
+    assert [each["provenance"]["source"] for each in rows(tmp_path / "t")] == ["openai", "openai", "studio", "tuneloop"]
 
 
 def test_a_judge_learns_a_rubric_and_chooses(run: Run, log: Path, tmp_path: Path) -> None:

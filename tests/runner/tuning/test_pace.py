@@ -12,7 +12,6 @@ from openai import AsyncOpenAI
 from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import MODEL, ServiceDouble
 from tuneloop.runner import AlgorithmConfig, DatasetConfig, JudgeOutput, TuneFailed, TuneResult, TunerModelConfig, tune
-from tuneloop.runner.tuning import steps
 
 TASKS = [{"question": f"{n}+1"} for n in range(8)]
 STEPS = AlgorithmConfig(group_size=2, batch_size=2)
@@ -77,15 +76,6 @@ def test_an_evaluation_waits_for_the_version_that_it_is_of(url: str, double: Pat
     assert [(each.step, each.version) for each in result.evaluations] == [(0, 0), (2, 2), (4, 4)]
     asked = {run[0].rpartition(":evaluation:")[2]: calls[0]["version"] for run, calls in double.calls.items()}
     assert {asked[f"{step}:{place}"] - step for step in (0, 2, 4) for place in (0, 1)} == {0}
-
-
-def test_a_long_evaluation_says_how_many_runs_it_has(
-    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(steps, "SAY_EVERY_S", 0.0)
-    go(url, tmp_path, train_dataset=TASKS[:2], eval_dataset=TASKS[:3])
-    said = capsys.readouterr().out
-    assert [f"evaluation at step 0: {done} of 3 runs" in said for done in (1, 2, 3)] == [True, True, False]
 
 
 def questions(double: ServiceDouble) -> list[str]:

@@ -11,7 +11,7 @@ from tests.trainer.conftest import VOCABULARY
 from tests.trainer.factories import sample
 from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
-from tuneloop.trainer.algorithms import distill, sft
+from tuneloop.trainer.algorithms import distill
 from tuneloop.trainer.algorithms.terms import Targets
 from tuneloop.trainer.batches.selection import untrainable
 from tuneloop.trainer.checkpoints import snapshot
@@ -33,22 +33,6 @@ def _loss(algorithm, logprobs_BR, *, teacher_BR=TEACHER, mask_BR=MASK, totals=No
     return distill.actor_loss(algorithm, targets, logprobs_BR, entropy_BR, totals or targets.totals)
 
 
-def test_each_token_is_pulled_by_what_the_teacher_thinks_of_it():
-    """At a ratio of 1 the gradient is -(log teacher - log policy) / tokens, and none goes through the advantage."""
-    logprobs = SAMPLED.clone().requires_grad_()
-    loss = _loss(_algorithm(), logprobs)
-    loss.value.backward()
-    expected = torch.where(MASK, SAMPLED - TEACHER, 0.0) / MASK.sum()
-    torch.testing.assert_close(logprobs.grad, expected, rtol=0, atol=1e-12)
-    assert float(loss.metrics["actor/teacher_kl"]) == pytest.approx(float(expected.sum()))
-
-
-def test_no_update_in_expectation_from_a_teacher_that_agrees():
-    logprobs = SAMPLED.clone().requires_grad_()
-    _loss(_algorithm(), logprobs, teacher_BR=SAMPLED).value.backward()
-    assert not logprobs.grad.any()
-
-
 @pytest.mark.parametrize("said", [-math.inf, -9999.0])
 def test_a_token_that_the_teacher_rules_out_counts_20_nats(said):
     teacher = TEACHER.clone()
@@ -63,13 +47,6 @@ def test_stale_replies_are_weighted_by_the_clipped_ratio():
     logprobs = (SAMPLED + 1).requires_grad_()
     _loss(_algorithm(), logprobs, teacher_BR=SAMPLED + 2).value.backward()
     assert not logprobs.grad.any()
-
-
-def test_the_teacher_s_replies_are_imitated_as_in_sft():
-    algorithm = _algorithm(distill={"teacher_path": "/t", "mode": "replies"})
-    targets = Targets(mask_BR=MASK, sampled_BR=SAMPLED)
-    expected = sft.actor_loss(algorithm, targets, SAMPLED, SAMPLED * 0, targets.totals)
-    assert torch.equal(_loss(algorithm, SAMPLED, teacher_BR=None).value, expected.value)
 
 
 # With models.

@@ -142,26 +142,6 @@ def test_what_models_say_of_the_users_and_tools_tokens_changes_nothing(algorithm
     torch.testing.assert_close(other_gradient, gradient, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=150)
-@given(algorithms, batches, st.integers(1, 4))
-def test_it_does_not_matter_how_a_batch_is_cut_into_micro_batches(algorithm, made, count):
-    loss, gradient = made.loss(algorithm)
-    shares = _shares(algorithm, made, _cut(made, count), naive=False)
-    torch.testing.assert_close(shares, (loss, gradient), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_mean_of_the_micro_batches_means_would_be_found(kind, mode):
-    """The usual mistake fails the test above, in every mode: the cut is into 1 and 4 sequences."""
-    algorithm = section_of(AlgorithmSettings, {"algorithm_type": kind, "loss_agg_mode": mode, "loss_horizon": 16})
-    made = next(made for made in map(Made, range(1000)) if len(made.calls.of_BR) == 5 and made.loss(algorithm)[1].any())
-    _, gradient = made.loss(algorithm)
-    _, naive = _shares(algorithm, made, [torch.tensor([0]), torch.arange(1, 5)], naive=True)
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(naive, gradient, rtol=0, atol=1e-12)
-
-
 @settings(max_examples=100)
 @given(algorithms, batches, st.sampled_from([0.0, 0.1, 1 / 3, -7.7, 1e6]))
 def test_rewards_that_are_all_the_same_say_nothing(algorithm, made, reward):
@@ -196,11 +176,3 @@ def test_a_run_that_is_alone_in_its_group_has_no_advantage(kind, scale):
     prepared, _ = ALGORITHMS[kind].prepare(algorithm, targets, of, {})
     assert prepared.advantages_BR[0].item() == 0
     assert prepared.advantages_BR[1].item() == -prepared.advantages_BR[2].item() != 0
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "ppo"])
-def test_in_single_precision_advantages_are_single_precision(kind):
-    of = calls(torch.tensor([0.0, 1.0]), groups=[0, 0])
-    targets = Targets(mask_BR=of.of_BR >= 0, sampled_BR=torch.zeros(2, 1))
-    prepared, _ = ALGORITHMS[kind].prepare(AlgorithmSettings(), targets, of, {})
-    assert prepared.advantages_BR.dtype == torch.float32

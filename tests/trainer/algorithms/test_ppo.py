@@ -31,37 +31,11 @@ def test_an_absurd_ratio_stays_finite():
     assert loss.isfinite().all()
 
 
-def test_the_actor_loss_adds_policy_divergence_and_entropy_each_as_a_mean_over_tokens():
-    algorithm = AlgorithmSettings(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
-    reference = torch.tensor([[-2.0, -2.0], [-1.0, 7.0]])
-    loss, metrics = surrogate(algorithm, _targets(reference), _targets().sampled_BR, torch.full((2, 2), 3.0), TOTALS)
-    assert loss.item() == pytest.approx(-2 / 3 + 0.1 * 0.5 / 3 - 0.01 * 3)
-    assert metrics["actor/pg_loss"].item() == pytest.approx(-2 / 3)
-    assert metrics["actor/kl_loss"].item() == pytest.approx(0.5 / 3)
-    assert metrics["actor/entropy"].item() == pytest.approx(3.0)
-    assert metrics["actor/ppo_kl"].item() == metrics["mismatch_kl/mean"].item() == 0
-
-
 def test_the_mismatch_is_how_far_the_sampling_distribution_is_from_the_current_one():
     """One token of three is now half as likely: (0.5 - 1 - log 0.5) / 3."""
     now = _targets().sampled_BR + torch.tensor([[math.log(0.5), 0.0], [0.0, 0.0]])
     _, metrics = surrogate(AlgorithmSettings(), _targets(), now, torch.zeros(2, 2), TOTALS)
     assert metrics["mismatch_kl/mean"].item() == pytest.approx((0.5 - 1 + math.log(2)) / 3)
-
-
-def test_advantages_are_whitened_but_returns_are_not():
-    targets, calls = _rewarded(1.0, 3.0)
-    whitened, _ = prepare(AlgorithmSettings(), targets, calls, {})
-    assert whitened.returns_BR.tolist() == [[1.0], [3.0]]
-    torch.testing.assert_close(whitened.advantages_BR, torch.tensor([[-(0.5**0.5)], [0.5**0.5]]))
-
-
-def test_a_divergence_in_the_reward_is_taken_from_each_token():
-    targets, calls = _rewarded(1.0, 3.0)
-    away = replace(targets, reference_BR=torch.full((2, 1), -2.0))
-    algorithm = AlgorithmSettings(kl_in="reward", kl_estimator="k1", kl_coef=0.5)
-    charged, _ = prepare(algorithm, away, calls, {})
-    assert charged.returns_BR.tolist() == [[0.0], [2.0]]
 
 
 def _rewarded(*rewards):

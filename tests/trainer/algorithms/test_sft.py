@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
-from torch.nn.functional import cross_entropy
 
 from tests.trainer.factories import sample
-from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import sft
 from tuneloop.trainer.algorithms.terms import Targets
 from tuneloop.trainer.batches.selection import with_demonstrations
@@ -66,22 +64,8 @@ def test_an_edited_answer_is_learnt_by_heart(settings, dtype):
     assert _probability(learner, prompt, reply) > 0.8
 
 
-def test_raft_is_the_same_loss(settings):
-    batch = [sample(i) for i in range(6)]
-    losses = [
-        snapshot.load(settings(algorithm={"algorithm_type": kind, "mini_batches": 1}), None).step(batch)
-        for kind in ("sft", "raft")
-    ]
-    assert losses[0]["actor/sft_loss"] == losses[1]["actor/sft_loss"]
-
-
 def test_log_probabilities_as_sampled_are_not_looked_at(settings):
     """Replies with a narrowed vocabulary, at temperature 0, or told without log-probabilities."""
     batch = [sample(i, logprobs=np.full_like(sample(i).logprobs, np.nan), temperature=0.0) for i in range(6)]
     learner = snapshot.load(settings(algorithm={"algorithm_type": "sft", "mini_batches": 1}), None)
     assert all(math.isfinite(value) for value in learner.step(batch).values())
-
-
-def test_it_is_torch_s_cross_entropy_over_the_reply():
-    expected = cross_entropy(LOGITS[MASK], SAID[MASK])
-    torch.testing.assert_close(_loss(AlgorithmSettings(), MASK, LOGPROBS).value, expected, rtol=0, atol=1e-12)

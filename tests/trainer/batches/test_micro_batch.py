@@ -131,17 +131,6 @@ def test_an_update_that_no_memory_is_left_for_is_refused_and_none_is_made_twice(
     assert learner.spoilt
 
 
-def test_a_step_that_has_no_room_changes_nothing(settings, monkeypatch):
-    learner = snapshot.load(settings(trainer={"micro_batch_tokens": 4096}), None)
-    before, generator = _weights(learner), learner.generator.get_state()
-    _full_after(monkeypatch, calls=0, room=10)
-    with pytest.raises(torch.OutOfMemoryError):
-        learner.step(ROWS)
-    assert all(torch.equal(before[name], each) for name, each in _weights(learner).items())
-    assert torch.equal(generator, learner.generator.get_state())
-    assert (learner.steps, learner.spoilt) == (0, False)
-
-
 def test_it_is_halved_until_the_step_fits_and_remembered(settings, ledger, monkeypatch):
     chosen = settings(trainer={"total_steps": 1, "micro_batch_tokens": 2048})
     step, sizes = snapshot.Learner.step, []
@@ -239,16 +228,6 @@ def test_of_a_pair_both_are_given_up(settings, monkeypatch):
     with pytest.raises(SamplesRefused) as caught:
         MicroBatch(chosen).step(snapshot.load(chosen, None), rows, version=None)
     assert list(caught.value.refused.values()) == [[2, 3]]
-
-
-def test_others_are_learnt_from_without_a_row_that_has_no_room(settings, ledger, monkeypatch):
-    _room_for_kept_activations(monkeypatch, 192, again=192)
-    commit(ledger, [_long(0), *(sample(i) for i in range(1, 5))])
-    run(settings(trainer={"total_steps": 1, "micro_batch_tokens": 192}), Event())
-    counts = ledger.reports.counts()
-    assert (counts[State.TRAINED], counts[State.DROPPED]) == (4, 1)
-    [drop] = ledger.reports.facts(BatchRules(), drops=5).drops
-    assert drop.reason.startswith("a GPU's memory has no room for it")
 
 
 def test_what_is_left_alone_in_its_group_by_a_row_that_has_no_room_is_not_learnt_from(settings, ledger, monkeypatch):

@@ -9,8 +9,7 @@ from structlog.testing import capture_logs
 
 from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
-from tuneloop.runner.judging.rubric import Rubric
-from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
+from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.evaluation.tasks import is_right, tasks_of
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
@@ -106,56 +105,7 @@ def test_judges(judge, answer, reply, right):
     assert is_right(answer, reply, EvaluationSettings(judge=judge)) is right
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        ("{", "is not JSON"),
-        (b'{"prompt": "\xff"}', "is not JSON"),
-        ("[" * 100_000, "is not JSON"),
-        ("[]", "must be an object"),
-        ('{"prompt": "a"}', "`answer` must be text, and not empty"),
-        ('{"prompt": "a", "answer": 12}', "write a number in quotes"),
-        ('{"prompt": "a", "answer": " "}', "not empty"),
-        ('{"answer": "b"}', "needs either `prompt` or `messages`"),
-        ('{"prompt": "a", "messages": [], "answer": "b"}', "needs either"),
-        ('{"prompt": "", "answer": "b"}', "`prompt` must be text"),
-        ('{"messages": [], "answer": "b"}', "`messages` must be a list of messages"),
-        ('{"messages": [{"role": "user"}], "answer": "b"}', "`messages` must be a list of messages"),
-        ('{"messages": "hi", "answer": "b"}', "`messages` must be a list of messages"),
-        ('{"prompt": "a", "answer": "b", "slice": 3}', "`slice` must be text"),
-        ('{"prompt": "a", "answer": "(", "slice": "s"}', "`answer` is not a regular expression"),
-        ('{"prompt": "a", "answer": "b", "format": "("}', '`format` must be "json" or a regular expression of Python'),
-        ('{"prompt": "a", "answer": "b", "format": {"type": "json"}}', '`format` must be "json" or a regular'),
-        ('{"prompt": "a", "answer": "b", "format": ""}', '`format` must be "json" or a regular expression'),
-    ],
-)
-def test_a_bad_line_is_refused_by_its_number(tmp_path, line, reason):
-    path = tmp_path / "tasks.jsonl"
-    good = b'{"prompt": "a", "answer": "b"}\n\n'
-    path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good)
-    with pytest.raises(EnvironmentRefused) as refused:
-        tasks_of(EvaluationSettings(path=path, judge="regex"))
-    assert f"monitor.evaluation.path: {path}, line 3: " in str(refused.value)
-    assert reason in str(refused.value)
-
-
 # In the loop.
-
-
-def test_a_rubric_that_is_gone_skips_the_evaluation_and_is_refused_at_the_start(settings, tmp_path):
-    path, rubric = tmp_path / "tasks.jsonl", tmp_path / "rubric.json"
-    path.write_text('{"prompt": "a", "answer": "b"}')
-    Rubric(criteria={"truth": "Is it true?"}).save(rubric)
-    chosen = settings(
-        monitor={"evaluation": {"path": path, "most_tokens": 2, "judge": "model"}},
-        judge={"url": "http://127.0.0.1:9/v1", "model": "j", "rubric": rubric},
-    )
-    asked = HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
-    rubric.unlink()
-    with pytest.raises(NotEvaluated, match=r"judge: .*rubric\.json"):
-        asked.figures(Actor.load(chosen, chosen.model.model_path))
-    with pytest.raises(EnvironmentRefused, match=r"judge: .*rubric\.json"):
-        HeldOut(chosen, tasks_of(chosen.monitor.evaluation))
 
 
 def test_the_loop_evaluates_the_base_model_and_every_so_many_steps(settings, ledger, tmp_path):
@@ -199,3 +149,36 @@ def test_evaluation_changes_no_loss(settings, ledger, tmp_path):
         losses.append(points(chosen.tensorboard_dir / "trainer", "actor/pg_loss"))
     assert losses[0] == losses[1]
     assert len(losses[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "is not JSON"),
+        (b'{"prompt": "\xff"}', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "must be an object"),
+        ('{"prompt": "a"}', "`answer` must be text, and not empty"),
+        ('{"prompt": "a", "answer": 12}', "write a number in quotes"),
+        ('{"prompt": "a", "answer": " "}', "not empty"),
+        ('{"answer": "b"}', "needs either `prompt` or `messages`"),
+        ('{"prompt": "a", "messages": [], "answer": "b"}', "needs either"),
+        ('{"prompt": "", "answer": "b"}', "`prompt` must be text"),
+        ('{"messages": [], "answer": "b"}', "`messages` must be a list of messages"),
+        ('{"messages": [{"role": "user"}], "answer": "b"}', "`messages` must be a list of messages"),
+        ('{"messages": "hi", "answer": "b"}', "`messages` must be a list of messages"),
+        ('{"prompt": "a", "answer": "b", "slice": 3}', "`slice` must be text"),
+        ('{"prompt": "a", "answer": "(", "slice": "s"}', "`answer` is not a regular expression"),
+        ('{"prompt": "a", "answer": "b", "format": "("}', '`format` must be "json" or a regular expression of Python'),
+        ('{"prompt": "a", "answer": "b", "format": {"type": "json"}}', '`format` must be "json" or a regular'),
+        ('{"prompt": "a", "answer": "b", "format": ""}', '`format` must be "json" or a regular expression'),
+    ],
+)
+def test_a_bad_line_is_refused_by_its_number(tmp_path, line, reason):
+    path = tmp_path / "tasks.jsonl"
+    good = b'{"prompt": "a", "answer": "b"}\n\n'
+    path.write_bytes(good + (line if isinstance(line, bytes) else line.encode()) + b"\n" + good)
+    with pytest.raises(EnvironmentRefused) as refused:
+        tasks_of(EvaluationSettings(path=path, judge="regex"))
+    assert f"monitor.evaluation.path: {path}, line 3: " in str(refused.value)
+    assert reason in str(refused.value)

@@ -140,17 +140,6 @@ def test_the_base_models_score_is_compared_with_the_rewards_of_the_first_steps()
     assert alarms(SMALL, drift.with_score(SMALL, history, 6, 0.2)) == {"reward_hack"}
 
 
-def test_an_evaluation_of_long_ago_is_forgotten_unless_the_alarm_is_open():
-    options = SMALL.model_copy(update={"evaluation_window": 10})
-    hacked = trained(options, (0.2, 0.9), (0.8, 0.3))
-    assert alarms(options, hacked) == {"reward_hack"}
-    still = [(0.8, 0.3)] * 5
-    assert alarms(options, trained(options, *still, history=hacked)) == set()
-    open_one = History(series=hacked.series, scores=hacked.scores, raised={"reward_hack": 6})
-    assert alarms(options, trained(options, *still, history=open_one)) == {"reward_hack"}
-    assert alarms(options, trained(options, *still, (0.8, 0.85), history=open_one)) == set()
-
-
 def test_an_alarm_is_raised_once_and_cleared_once():
     history, told = after(SMALL, *[{LENGTH: 10.0}] * 4), []
     for length in [10] * 3 + [50] * 6 + [10] * 6:
@@ -246,6 +235,9 @@ def test_a_tool_call_is_wrong_if_it_could_not_be_made(made, wrong):
     assert tool_error(made) is wrong
 
 
+# The monitors.
+
+
 @pytest.mark.parametrize(
     ("text", "refused"),
     [
@@ -261,9 +253,6 @@ def test_refusals_are_recognised_in_english_and_chinese(text, refused):
     patterns = DriftSettings().refusals_found
     assert signals([reply(text)] * 16, patterns) == {REFUSALS: refused}
     assert signals([reply(text)] * 15, patterns) == {}
-
-
-# The monitors.
 
 
 class Trained:

@@ -7,8 +7,6 @@ import pytest
 
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.errors import SamplesRefused, TeacherAway
-from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.trainer.batches.batch import TokenSequence
 from tuneloop.trainer.loop import run
@@ -100,23 +98,3 @@ def test_the_first_step_after_a_restart_clears_the_alarm(settings, ledger, doubl
     teacher = {"distill": {"teacher_url": double.url, "teacher_model": "big"}} if method == "distill" else {}
     run(settings(algorithm={"algorithm_type": method} | teacher, trainer={"total_steps": 1}), Event())
     assert ledger.alarms.all() == []
-
-
-def test_the_trainer_goes_on_without_a_row_of_no_numbers(settings, ledger, double):
-    double.poison, double.chokes = {POISON}, "nan"
-    commit(ledger, [_poison(0), *(sample(i) for i in range(1, 9))])
-    distill = {"teacher_url": double.url, "teacher_model": "big"}
-    algorithm = {"algorithm_type": "distill", "distill": distill, "mini_batches": 1}
-    run(settings(algorithm=algorithm, trainer={"total_steps": 2}), Event())
-    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 8, State.DROPPED: 1}
-    [drop] = ledger.reports.facts(BatchRules(), drops=5).drops
-    assert drop.reason.endswith("on this one: the teacher's log-probability of a token is not a number")
-    assert ledger.reports.imbalance() == []
-
-
-def test_only_failures_in_a_row_count(retries, double):
-    attempts = Attempts(retries(), [_poison(0), *(sample(i) for i in range(1, 4))])
-    for poison in ({POISON}, {POISON}, set(), {POISON}, {POISON}):
-        double.poison = poison
-        attempts.next()
-    assert (attempts.ids, attempts.dropped) == ([0, 1, 2, 3], {})

@@ -72,13 +72,6 @@ def _with_token(number, token):
     return sample(number, prompt_ids=np.array([1, token], np.int32))
 
 
-def test_a_sequence_without_numbers_is_refused_with_its_calls(teacher):
-    _broken_by(teacher, 299)
-    with pytest.raises(SamplesRefused, match="log-probability of a token is not a number") as caught:
-        teacher.score([TokenSequence.alone(each) for each in (sample(1), _with_token(3, 299), sample(4))])
-    assert next(iter(caught.value.refused.values())) == [3]
-
-
 def _answers(teacher, samples):
     """One by one, since most replies of so small a model are cut off."""
     found = {}
@@ -197,11 +190,3 @@ def test_what_the_teacher_refuses_is_dropped_with_its_reason_and_another_takes_i
     assert (counts[State.TRAINED], counts[State.DROPPED], counts[State.COMMITTED]) == (12, 1, 0)
     [drop] = ledger.reports.facts(BatchRules(), drops=5).drops
     assert drop.reason == "the teacher refuses it: This model's maximum context length is 90 tokens."
-
-
-def test_a_teacher_of_another_model_stops_the_trainer_in_a_sentence(settings, ledger, base):
-    with teaching(base, shift=1) as double:
-        distill = {"teacher_url": double.url, "teacher_model": "big"}
-        with pytest.raises(EnvironmentRefused, match="another tokenizer"):
-            run(settings(algorithm={"algorithm_type": "distill", "distill": distill}), threading.Event())
-    assert not ledger.reports.counts()[State.LEASED]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tuneloop.trainer.algorithms.terms import explained_variance, gae, kl, token_mean, whiten
+from tuneloop.trainer.algorithms.terms import explained_variance, gae, kl, whiten
 
 
 def _textbook(rewards, values, mask, *, gamma, lam):
@@ -44,11 +44,6 @@ def test_whitening_of_equal_tokens_is_zero_not_nan():
 def test_a_divergence_stays_finite_however_far_apart_the_models_are():
     for estimator in ("k1", "k2", "k3"):
         assert kl(torch.tensor([-500.0]), torch.tensor([0.0]), estimator).isfinite().all()
-
-
-def test_the_token_mean_divides_by_the_whole_mini_batch_and_lets_no_padding_in():
-    each = torch.tensor([[2.0, 4.0, float("nan")]])
-    assert token_mean(each, torch.tensor([[True, True, False]]), 4).item() == 1.5
 
 
 def test_a_critic_that_knows_the_returns_explains_them():

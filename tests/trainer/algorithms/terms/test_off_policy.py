@@ -87,20 +87,6 @@ def test_the_ratio_against_what_was_sampled_is_a_correction_by_itself():
     assert _learnt(correction="truncate", proximal="sampled", clip_range_high=50.0) > 0.85
 
 
-@pytest.mark.parametrize(
-    ("correction", "expected"),
-    [
-        ("truncate", [[2.0, 0.25, 0.0], [1.5, 0.0, 0.0]]),
-        ("mask", [[0.0, 0.0, 0.0], [1.5, 0.0, 0.0]]),
-        ("none", [[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]]),
-    ],
-)
-def test_weights_of_a_recomputed_start(correction, expected):
-    options = OffPolicySettings(proximal="recomputed", correction=correction)
-    weights, _ = importance_weights(options, START, SAMPLED, MASK)
-    torch.testing.assert_close(weights, torch.tensor(expected))
-
-
 def test_with_the_ratio_against_what_was_sampled_a_mask_counts_no_weight_twice():
     weights, told = importance_weights(OffPolicySettings(correction="mask"), START, SAMPLED, MASK)
     assert weights.tolist() == [[0, 0, 0], [1, 0, 0]]

@@ -6,6 +6,7 @@ Between two turns all that the learner is lies in main memory: it can be saved f
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
 from weakref import ref
@@ -72,7 +73,15 @@ class GpuTurns:
         """The same, with the learner there. Raises EnvironmentRefused if there is no room for it."""
         self.take()
         if self._moved is not None and self._moved.learner() is learner:
-            _put_back(self._moved.tensors)
+            deadline, tensors = time.monotonic() + _ROOM_S, self._moved.tensors
+            while time.monotonic() < deadline:  # What another has given back may take a moment.
+                with suppress(torch.OutOfMemoryError):
+                    tensors.put_back()
+                    break
+                time.sleep(_LOOK_S)
+            else:
+                with room_for_weights():
+                    tensors.put_back()
         self._moved = None
 
     def end(self, learner: Learner) -> None:
@@ -104,18 +113,6 @@ class GpuTurns:
         if self._is_ours:
             os.dup(self._locks.held.fileno())
         self._locks.close()
-
-
-def _put_back(tensors: MovedTensors) -> None:
-    """Raises EnvironmentRefused if there is no room, nor comes: what another has given back may take a moment."""
-    deadline = time.monotonic() + _ROOM_S
-    while time.monotonic() < deadline:
-        try:
-            return tensors.put_back()
-        except torch.OutOfMemoryError:
-            time.sleep(_LOOK_S)
-    with room_for_weights():
-        tensors.put_back()
 
 
 def _tensors(learner: Learner) -> Iterator[Tensor]:

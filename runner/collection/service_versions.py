@@ -111,16 +111,13 @@ class VersionsClient:
         ratio = traffic_ratio or {"a": 0.5, "b": 0.5}
         if abs(sum(ratio.values()) - 1) > _ROUNDING or "b" not in ratio:
             raise ValueError(f"traffic_ratio: {dict(ratio)} must be shares of a and b that add up to 1")
-        a, b = (each if isinstance(each, str) else self._serve(each) for each in (version_a, version_b))
+        known = {each["name"] for each in self.list_policies()}
+        for version in (version_a, version_b):
+            if isinstance(version, int) and (name := f"version-{version}") not in known:
+                self.create_policy(name, parent=version)
+                self.change_policy(name, "pause")
+        a, b = (each if isinstance(each, str) else f"version-{each}" for each in (version_a, version_b))
         return ABTest(model="", a=a, b=b, share_b=ratio["b"])
-
-    def _serve(self, version: int) -> str:
-        """The policy that is this version and stays so."""
-        name = f"version-{version}"
-        if name not in {each["name"] for each in self.list_policies()}:
-            self.create_policy(name, parent=version)
-            self.change_policy(name, "pause")
-        return name
 
     def close(self) -> None:
         """Close the connections."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -64,7 +65,10 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
     """What became of entries that were sent. An error in other words than the service's says nothing of them."""
     if not isinstance(response, httpx.Response):
         return NotNow(f"the service does not answer: {response!r}")
-    answer = _object(response)
+    answer: dict[str, Any] = {}
+    with suppress(ValueError, RecursionError):
+        found = response.json()
+        answer = found if isinstance(found, dict) else {}
     if response.is_success and "outcomes" in answer:
         refused = _refusals(entries, answer)
         # The refused that share a name with another entry: of several outcomes the service says the weakest.
@@ -91,14 +95,6 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
 def names_of(entry: Entry) -> Sequence[str]:
     """What the service calls that which an entry is about: replies, or else a run."""
     return entry.get("msg_ids") or [f"{entry.get('task_id')}/{entry.get('run_id')}"]
-
-
-def _object(response: httpx.Response) -> dict[str, Any]:
-    try:
-        found = response.json()
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _refusals(entries: Sequence[Entry], answer: Mapping[str, Any]) -> dict[int, str]:

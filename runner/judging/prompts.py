@@ -26,11 +26,14 @@ def scoring_prompt(reply: Reply, criteria: Mapping[str, str], scale: tuple[int, 
     data = {"conversation": conversation(reply.messages), "reply": reply_text(reply)}
     if reply.expected is not None:
         data["reference"] = format_expected(reply.expected)
-    listed = "\n".join(f"- {name}: {words}" for name, words in criteria.items())
+    listed = [f"- {name}: {words}" for name, words in criteria.items()]
+    if "reference" in data:
+        listed.append("The reference is a right answer; others may be right too.")
+    lines = "\n".join(listed)
     shape = {"reason": "one or two sentences", "scores": dict.fromkeys(criteria, f"{scale[0]} to {scale[1]}")}
     task = (
         f"Score the reply by each of these criteria with a whole number from {scale[0]} (worst) to {scale[1]} (best):\n"
-        f"{listed}\n{_about_reference(data)}"
+        f"{lines}\n"
         f"Answer with one JSON object and nothing else, of this form:\n{json.dumps(shape, ensure_ascii=False)}"
     )
     return _prompt(data, task)
@@ -88,10 +91,6 @@ def reply_text(reply: Reply) -> str:
 def format_expected(value: object) -> str:
     """A reference answer as the judge reads it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def _about_reference(data: Mapping[str, str]) -> str:
-    return "The reference is a right answer; others may be right too.\n" if "reference" in data else ""
 
 
 def _prompt(data: Mapping[str, str], task: str) -> Prompt:

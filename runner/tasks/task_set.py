@@ -44,7 +44,12 @@ def by_model(*names: str) -> ExchangeFilter:
 def asks(pattern: str) -> ExchangeFilter:
     """Those in whose last question the regular expression is found."""
     compiled = re.compile(pattern, re.IGNORECASE)
-    return lambda exchange: compiled.search(_question(exchange)) is not None
+
+    def keeps(exchange: LoggedExchange) -> bool:
+        questions = [text_of(each["content"]) for each in exchange.messages if each["role"] == "user"]
+        return bool(questions) and compiled.search(questions[-1].strip()) is not None
+
+    return keeps
 
 
 def turns(most: int) -> ExchangeFilter:
@@ -60,11 +65,6 @@ def offers_tools(*names: str) -> ExchangeFilter:
         return bool(offered) and offered.issuperset(names)
 
     return keeps
-
-
-def _question(exchange: LoggedExchange) -> str:
-    questions = [text_of(each["content"]) for each in exchange.messages if each["role"] == "user"]
-    return questions[-1].strip() if questions else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,9 +122,7 @@ class TunerModelConfig:
         if self.max_model_len is not None:
             require_whole(self, "max_model_len", least=1)
         require_number(self, "temperature", 0, 2)
-        require_number(self, "top_p", 0, 1)
-        if self.top_p == 0:
-            raise TuneRefused("TunerModelConfig: top_p must be above 0")
+        require_number(self, "top_p", 0, 1, above=True)
 
     def call_defaults(self, model_name: str | None = None) -> CallDefaults:
         """What calls say unless they say otherwise; `model_name` is the name that the service has for the model.
@@ -172,9 +170,7 @@ class AlgorithmConfig:
                 f"group_size: {self.algorithm_type} compares the runs of a task with each other and needs at least 2; "
                 "with 1 use ppo, reinforce or reinforce++"
             )
-        require_number(self, "learning_rate", 0, 1)
-        if self.learning_rate == 0:
-            raise TuneRefused("learning_rate must be above 0")
+        require_number(self, "learning_rate", 0, 1, above=True)
 
 
 def require_whole(config: Any, name: str, *, least: int) -> None:
@@ -190,11 +186,13 @@ def require_monitor(name: str | None) -> None:
         raise TuneRefused(f"monitor_type: there is no {name!r} here; there are {', '.join(MONITORS)}")
 
 
-def require_number(config: Any, name: str, least: float, most: float) -> None:
-    """Raise TuneRefused unless the field of that name is a number in this range."""
+def require_number(config: Any, name: str, least: float, most: float, *, above: bool = False) -> None:
+    """Raise TuneRefused unless the field of that name is a number in this range, or `above` its least."""
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise TuneRefused(f"{_owner(config)}{name} must be a number from {least} to {most}, not {value!r}")
+    if above and value == least:
+        raise TuneRefused(f"{_owner(config)}{name} must be above {least}")
 
 
 def _owner(config: Any) -> str:
@@ -263,19 +261,19 @@ class Call:
 
     def __post_init__(self) -> None:
         """Raise TuneRefused for a value that makes no sense."""
-        self._check_types()
+        for name, (kinds, words) in _KINDS.items():
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kinds):
+                raise TuneRefused(f"{name} must be {words}, not {value!r}")
         for name in ("concurrency", "retries", "max_staleness"):
             if getattr(self, name) is not None:
                 require_whole(self, name, least=int(name == "concurrency"))
         for name in ("run_timeout", "service_timeout", "start_timeout", "join_timeout", "step_timeout"):
             if getattr(self, name) is not None:
-                require_number(self, name, 0, math.inf)
-                if getattr(self, name) == 0:
-                    raise TuneRefused(f"{name} must be above 0")
+                require_number(self, name, 0, math.inf, above=True)
         require_number(self, "max_failures", 0, 1)
         if self.eval_temperature is not None:
             require_number(self, "eval_temperature", 0, 2)
-        require_monitor(self.monitor_type)
         for url in self.service.values() if isinstance(self.service, Mapping) else [self.service] * bool(self.service):
             if not re.match(r"https?://[^/]", str(url)):
                 raise TuneRefused(f"service: {url!r} is no URL such as http://localhost:8010")
@@ -303,15 +301,6 @@ class Call:
         if missing := [name for name in found if name not in names]:
             raise TuneRefused(f"policy: {', '.join(missing)} is of no service that is joined: name it in service=")
         return found
-
-    def _check_types(self) -> None:
-        for name, (kinds, words) in _KINDS.items():
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kinds):
-                raise TuneRefused(f"{name} must be {words}, not {value!r}")
-        for name, config in (self.models or {}).items():
-            if not isinstance(config, TunerModelConfig):
-                raise TuneRefused(f"models: {name!r} must be a TunerModelConfig, not {config!r}")
 
 
 _Needed = tuple[tuple[str, ...], ...]

@@ -190,7 +190,12 @@ def make_pairs(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
         for replies in prompts.values():
             ranked = sorted(replies, key=lambda each: (-each.reward, each.id))
             if len(ranked) == 1:
-                refused[_lonely(ranked[0], prompts)] += ranked
+                why = "the other replies of its group cannot be trained on"
+                if ranked[0].group_id is None:
+                    why = "it is in no group"
+                elif len(prompts) > 1:
+                    why = "its group's other replies are to other prompts"
+                refused[f"no pair: {why}"] += ranked
                 continue
             half = len(ranked) // 2
             for better, worse in zip(ranked[:half], reversed(ranked), strict=False):
@@ -212,14 +217,6 @@ def mismatch_replies(samples: Sequence[Sample], *, longest: float = math.inf) ->
         for one, other in zip(samples, after, strict=True)
         if len(one.prompt_ids) + len(other.completion_ids) <= longest
     ]
-
-
-def _lonely(sample: Sample, prompts: dict[bytes, list[Sample]]) -> str:
-    if sample.group_id is None:
-        return "no pair: it is in no group"
-    if len(prompts) > 1:
-        return "no pair: its group's other replies are to other prompts"
-    return "no pair: the other replies of its group cannot be trained on"
 
 
 _TOO_LONG = "the edited answer is too long: the model takes {:.0f} tokens with the prompt"

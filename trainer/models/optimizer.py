@@ -5,7 +5,7 @@ others all. Offloaded, masters and moments are in main memory, and the CPU makes
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -89,7 +89,9 @@ class MasterAdamW:
     def update(self, *, norm: float, max_norm: float) -> None:
         """One update, the gradients scaled down to `max_norm`; none where all are 0, for nothing says where to."""
         if norm:
-            _scale_down(self.gradients.values(), norm, max_norm)
+            if (share := max_norm / (norm + _LEAST_NORM)) < 1:
+                for each in self.gradients.values():
+                    each.mul_(share)
             with (
                 nullcontext(self.gradients) if self._offloaded is None else self._offloaded.take(self.gradients)
             ) as gradients:
@@ -242,13 +244,6 @@ class _Sum:
         else:
             self.value += gradient
         filled.grad = None
-
-
-def _scale_down(gradients: Iterable[Tensor], norm: float, max_norm: float) -> None:
-    """Clip gradients that together, with those of other ranks, have the norm."""
-    if (share := max_norm / (norm + _LEAST_NORM)) < 1:
-        for each in gradients:
-            each.mul_(share)
 
 
 def _adamw(

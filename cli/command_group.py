@@ -6,33 +6,6 @@ from typing import Any
 
 from typer.core import TyperGroup
 
-#: What people type, where the command has another name.
-_OTHER_NAMES = {
-    "start": "run",
-    "up": "run",
-    "explorer": "serve",
-    "server": "serve",
-    "proxy": "serve",
-    "trainer": "train",
-    "learn": "train",
-    "check": "validate",
-    "lint": "validate",
-    "setup": "init",
-    "new": "init",
-    "create": "init",
-    "fit": "plan",
-    "memory": "plan",
-    "status": "doctor",
-    "health": "doctor",
-    "why": "doctor",
-    "migrate": "db upgrade",
-    "delete": "erase",
-    "forget": "erase",
-    "settings": "config show",
-    "quarantine": "outbox list",
-    "spool": "outbox",
-}
-
 _FILE_ENDINGS = (".yaml", ".yml")
 _CONFIG = "--config"
 
@@ -46,9 +19,7 @@ class CommandGroup(TyperGroup):
             return super().resolve_command(ctx, args)
         if args[0] not in self.commands and not args[0].startswith("-"):
             word, root = args[0], ctx.find_root().command
-            meant = _OTHER_NAMES.get(word) if self is root else None
-            names = [meant] if meant else []
-            names += [each for each in get_close_matches(word, self.commands) if each not in names]
+            names = get_close_matches(word, self.commands)
             paths = {path: path.rpartition(" ")[2] for path in _paths(root)}
             names += [path for path, last in paths.items() if last == word and path not in names]
             names = names or [path for path, last in paths.items() if get_close_matches(word, [last], cutoff=0.8)]

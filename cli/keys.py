@@ -17,6 +17,7 @@ from tuneloop.cli.options import (
     open_to_group,
     operator_name,
     seconds,
+    tell,
 )
 from tuneloop.shared.errors import KeyRefused, TuneloopError
 from tuneloop.shared.experience import DEFAULT_TENANT, Scope
@@ -87,7 +88,7 @@ def create(
             grant = msgspec.structs.replace(grant, policy=ledger.policies.find(policy, grant.tenant).id)
         key, secret = ledger.keys.create(grant, actor=operator_name())
     if for_programs:
-        echo_json(msgspec.to_builtins(key_report(key)) | {"key": secret})
+        echo_json(key_report(key) | {"key": secret})
         return
     echo(f"{key.key_id}: {key.name}, tenant {key.tenant}, {', '.join(key.scopes)}. It is not shown again:", err=True)
     echo(secret)
@@ -98,10 +99,8 @@ def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption
     """List the keys, without their secrets, the oldest first."""
     with existing_ledger(config, set_) as (_settings, ledger):
         found, now = ledger.keys.all(), ledger.transactions.time()
-    if for_programs:
-        echo(msgspec.json.encode([key_report(key) for key in found]).decode())
-    else:
-        echo("\n".join(line for key in found for line in _lines(key, now)) or "there are no keys")
+    lines = [line for key in found for line in _lines(key, now)]
+    tell([key_report(key) for key in found], *lines or ["there are no keys"], for_programs=for_programs)
 
 
 @app.command()
@@ -115,10 +114,7 @@ def revoke(
     with existing_ledger(config, set_) as (_settings, ledger):
         if not ledger.keys.revoke(key_id, actor=operator_name()):
             raise TuneloopError(f"no key {key_id} is in force; `tuneloop keys list` shows all")
-    if for_programs:
-        echo_json({"key_id": key_id, "revoked": True})
-    else:
-        echo(f"{key_id} is revoked")
+    tell({"key_id": key_id, "revoked": True}, f"{key_id} is revoked", for_programs=for_programs)
 
 
 @app.command()
@@ -126,14 +122,11 @@ def audit(config: ConfigOption, set_: SetOption = None, last: _Last = 50, for_pr
     """Say who made and revoked which key, the newest first."""
     with existing_ledger(config, set_) as (_settings, ledger):
         events = ledger.keys.events(last=last)
-    if for_programs:
-        echo(msgspec.json.encode([event._asdict() for event in events]).decode())
-        return
     lines = [
         f"{moment(each.at)}  {each.key_id}  {each.action} by {visible(each.actor)}  ({each.name}, tenant {each.tenant})"
         for each in events
     ]
-    echo("\n".join(lines) or "no key was made yet")
+    tell([each._asdict() for each in events], *lines or ["no key was made yet"], for_programs=for_programs)
 
 
 def key_report(key: AccessKey) -> dict[str, object]:

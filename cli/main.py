@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn, assert_never
 
 import typer
 
-from tuneloop.cli import exports, imports, jobs, keys, operations, outbox, policies, rewards, settings, versions
+from tuneloop.cli import exports, imports, keys, operations, outbox, policies, rewards, settings, versions
 from tuneloop.cli.both import service, supervise
 from tuneloop.cli.capacity_plan import plan
 from tuneloop.cli.command_group import CommandGroup
@@ -23,9 +23,9 @@ from tuneloop.cli.options import (
     JsonOption,
     SetOption,
     echo,
-    echo_json,
     existing_ledger,
     open_to_group,
+    tell,
 )
 from tuneloop.cli.settings import LogJsonOption, LogLevelOption, hand_on_log_options, sentence_of_tune
 from tuneloop.shared import VERSION
@@ -64,7 +64,7 @@ app.add_typer(rewards.raters_app, name="raters")
 app.add_typer(keys.app, name="keys")
 app.add_typer(versions.app, name="versions")
 app.add_typer(policies.app, name="policies")
-app.add_typer(jobs.app, name="jobs")
+app.add_typer(policies.jobs_app, name="jobs")
 app.add_typer(outbox.app, name="outbox")
 app.command()(evaluate)
 app.command("purge")(purge)
@@ -208,10 +208,8 @@ def db_current(config: ConfigOption, set_: SetOption = None, for_programs: JsonO
     settings = read_settings(config, set_ or ()).valid_settings()
     schema = settings.buffer.trainer_input.experience_buffer.name
     there, newest = revisions.current(settings.database_url, schema=schema), revisions.newest()
-    if for_programs:
-        echo_json({"schema": there, "newest": newest})
-    else:
-        echo(f"{there or 'empty'} (newest: {newest})")
+    told = f"{there or 'empty'} (newest: {newest})"
+    tell({"schema": there, "newest": newest}, told, for_programs=for_programs)
 
 
 @db_app.command("adopt")
@@ -220,7 +218,4 @@ def db_adopt(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
     with existing_ledger(config, set_) as (settings, ledger):
         require_stopped(settings)
         following = adopt(settings.job_dir, ledger)
-    if for_programs:
-        echo_json({"next_version": following})
-    else:
-        echo(f"the next version is {following}")
+    tell({"next_version": following}, f"the next version is {following}", for_programs=for_programs)

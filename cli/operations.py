@@ -17,6 +17,7 @@ from tuneloop.cli.options import (
     echo_json,
     existing_ledger,
     open_to_group,
+    tell,
 )
 from tuneloop.shared.checkpoints import gigabytes
 from tuneloop.shared.errors import EnvironmentRefused, TuneloopError
@@ -38,10 +39,7 @@ def doctor(config: ConfigOption, set_: SetOption = None, for_programs: JsonOptio
     """
     settings = read_settings(config, set_ or ()).valid_settings()
     report = examine_experiment(settings)
-    if for_programs:
-        echo_json(as_json(report))
-    else:
-        echo("\n".join(as_text(report, settings)))
+    tell(as_json(report), *as_text(report, settings), for_programs=for_programs)
     if report.facts.ledger is None:
         raise EnvironmentRefused(report.facts.away)
     if report.imbalance or report.older or report.restoring:
@@ -57,10 +55,7 @@ def explain(
     """Tell what happened to one reply, and what it waits for. Exit code 1: the ledger does not have it."""
     with existing_ledger(config, set_) as (settings, ledger):
         found = explain_reply(ledger, settings, msg_id, partial(read_outbox, settings, ledger))
-    if for_programs:
-        echo_json(found.as_json())
-    else:
-        echo("\n".join(found.lines))
+    tell(found.as_json(), *found.lines, for_programs=for_programs)
     raise typer.Exit(0 if found.replies else 1)
 
 
@@ -84,10 +79,8 @@ def alarms(
         raise typer.BadParameter("name the settings file of the experiment", param_hint="--config")
     with existing_ledger(config, set_) as (_settings, ledger):
         alarms_ = ledger.alarms.all(cleared=every)
-    if for_programs:
-        echo_json([alarm._asdict() for alarm in alarms_])
-        return
-    echo("\n".join(line for alarm in alarms_ for line in _alarm_lines(alarm)) or "no alarm is open")
+    lines = [line for alarm in alarms_ for line in _alarm_lines(alarm)] or ["no alarm is open"]
+    tell([alarm._asdict() for alarm in alarms_], *lines, for_programs=for_programs)
 
 
 @alarms_app.command()
@@ -104,10 +97,8 @@ def clear(
             open_ = ", ".join(alarm.name for alarm in ledger.alarms.all()) or "none"
             raise TuneloopError(f"no alarm {name} is open; open are: {open_}")
         held = ledger.alarms.promotion_held()
-    if for_programs:
-        echo_json({"name": name, "cleared": True, "promotion_held": held})
-        return
-    echo(f"{name} is cleared{'; another alarm still holds new versions back' if held else ''}")
+    told = f"{name} is cleared{'; another alarm still holds new versions back' if held else ''}"
+    tell({"name": name, "cleared": True, "promotion_held": held}, told, for_programs=for_programs)
 
 
 def _alarm_lines(alarm: Alarm) -> Iterator[str]:

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 
 from tuneloop.shared.errors import EnvironmentRefused
@@ -63,7 +64,12 @@ def existing_ledger(config: Path, overrides: Sequence[str] | None) -> Iterator[t
 
 
 def echo_json(value: object) -> None:
-    echo(json.dumps(value, indent=2))
+    echo(json.dumps(msgspec.to_builtins(value), indent=2))
+
+
+def tell(value: object, *lines: str, for_programs: bool) -> None:
+    """Print a value for programs, or else lines for people."""
+    echo_json(value) if for_programs else echo("\n".join(lines))
 
 
 def open_to_group(settings: Settings) -> None:

@@ -12,12 +12,11 @@ from tuneloop.cli.options import (
     OptionalConfig,
     SetOption,
     counting,
-    echo,
-    echo_json,
     existing_ledger,
     operator_name,
+    tell,
 )
-from tuneloop.shared.ledger.rater_decisions import RaterStatus
+from tuneloop.shared.ledger.rater_decisions import RaterDecision, RaterStatus
 from tuneloop.shared.ledger.recording.reward_rule import definition
 from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import moment
@@ -40,13 +39,10 @@ def recompute(
     """Recompute the rewards of untrained replies from their feedback, by the present rule. Services may run."""
     with existing_ledger(config, set_) as (settings, ledger), counting("examining") as count:
         result = ledger.recording.recompute_rewards(dry_run=dry_run, examined=count)
-    if for_programs:
-        counts = {"replies": result.replies, "changed": result.changed}
-        echo_json({"rule": definition(settings.reward), "dry_run": dry_run, **counts})
-        return
-    echo(f"rule: {definition(settings.reward)}")
-    change = "would change" if dry_run else "changed"
-    echo(f"{result.replies} replies examined, {result.changed} rewards {change}")
+    rule, change = definition(settings.reward), "would change" if dry_run else "changed"
+    told = f"{result.replies} replies examined, {result.changed} rewards {change}"
+    counts = {"rule": rule, "dry_run": dry_run, "replies": result.replies, "changed": result.changed}
+    tell(counts, f"rule: {rule}", told, for_programs=for_programs)
 
 
 raters_app = typer.Typer(help="Who gives feedback, and whose counts.", invoke_without_command=True, cls=CommandGroup)
@@ -71,19 +67,9 @@ def raters(
     if config is None:
         raise typer.BadParameter("name the settings file of the experiment", param_hint="--config")
     with existing_ledger(config, set_) as (_settings, ledger):
-        if for_programs:
-            found = ledger.raters.decisions() if log else ledger.raters.all()
-            echo_json([each._asdict() for each in found])
-            return
-        if log:
-            lines = [
-                f"{moment(each.at)}  {_name(each.name)}: {each.state.value} by {visible(each.actor)}:"
-                f" {visible(each.reason)}"
-                for each in ledger.raters.decisions()
-            ]
-        else:
-            lines = [line for each in ledger.raters.all() for line in _lines(each)]
-    echo("\n".join(lines) or "nobody has given feedback yet")
+        found = ledger.raters.decisions() if log else ledger.raters.all()
+    lines = [line for each in found for line in _lines(each)] or ["nobody has given feedback yet"]
+    tell([each._asdict() for each in found], *lines, for_programs=for_programs)
 
 
 @raters_app.command()
@@ -98,7 +84,8 @@ def quarantine(
     """Let a rater's feedback count for nothing. Services may run; rewards not trained on yet are made anew."""
     with existing_ledger(config, set_) as (_settings, ledger):
         ledger.raters.quarantine(tenant, name, by=operator_name(), reason=reason)
-    _tell(tenant, name, "in quarantine", for_programs=for_programs)
+    told = {"tenant": tenant, "name": name, "state": "in quarantine"}
+    tell(told, f"{_name(name)} is in quarantine", for_programs=for_programs)
 
 
 @raters_app.command()
@@ -113,17 +100,14 @@ def release(
     """Let a rater's feedback count again."""
     with existing_ledger(config, set_) as (_settings, ledger):
         ledger.raters.release(tenant, name, by=operator_name(), reason=reason)
-    _tell(tenant, name, "released", for_programs=for_programs)
+    tell({"tenant": tenant, "name": name, "state": "released"}, f"{_name(name)} is released", for_programs=for_programs)
 
 
-def _tell(tenant: str, name: str, state: str, *, for_programs: bool) -> None:
-    if for_programs:
-        echo_json({"tenant": tenant, "name": name, "state": state})
-    else:
-        echo(f"{_name(name)} is {state}")
-
-
-def _lines(rater: RaterStatus) -> Iterator[str]:
+def _lines(rater: RaterStatus | RaterDecision) -> Iterator[str]:
+    if isinstance(rater, RaterDecision):
+        by = f"{rater.state.value} by {visible(rater.actor)}: {visible(rater.reason)}"
+        yield f"{moment(rater.at)}  {_name(rater.name)}: {by}"
+        return
     yield f"{_name(rater.name)} ({visible(rater.tenant)}): {rater.state.value}, {rater.events} events"
     if rater.reason is not None:
         yield f"  {visible(rater.reason)}"

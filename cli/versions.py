@@ -12,10 +12,9 @@ from tuneloop.cli.options import (
     ConfigOption,
     JsonOption,
     SetOption,
-    echo,
-    echo_json,
     existing_ledger,
     operator_name,
+    tell,
 )
 from tuneloop.shared.evaluation.scores import TASKS
 from tuneloop.shared.ledger.ledger import Ledger
@@ -60,7 +59,7 @@ def list_(config: ConfigOption, set_: SetOption = None, for_programs: JsonOption
     """List the versions, the newest first."""
     with existing_ledger(config, set_) as (_settings, ledger):
         rows, now = list_versions(ledger), ledger.transactions.time()
-    echo(_as_json(rows) if for_programs else "\n".join(_table_lines(rows, now)) or "no version is registered yet")
+    tell(rows, *list(_table_lines(rows, now)) or ["no version is registered yet"], for_programs=for_programs)
 
 
 @app.command()
@@ -68,7 +67,7 @@ def show(version: _Version, config: ConfigOption, set_: SetOption = None, for_pr
     """Show everything about a version."""
     with existing_ledger(config, set_) as (_settings, ledger):
         report = report_version(ledger, version)
-    echo(_as_json(report) if for_programs else "\n".join(_version_lines(report)))
+    tell(report, *_version_lines(report), for_programs=for_programs)
 
 
 @app.command()
@@ -82,7 +81,7 @@ def compare(
     """Put two versions side by side: rewards, lengths of their replies, evaluations."""
     with existing_ledger(config, set_) as (_settings, ledger):
         comparison = compare_versions(ledger, a, b)
-    echo(_as_json(comparison) if for_programs else "\n".join(_comparison_lines(comparison)))
+    tell(comparison, *_comparison_lines(comparison), for_programs=for_programs)
 
 
 @app.command("promote")
@@ -175,15 +174,9 @@ def _decide(
 ) -> None:
     with existing_ledger(config, set_) as (settings, ledger):
         result = decision(ledger)
-    if for_programs:
-        echo_json(result._asdict())
-        return
     served = f"the explorer takes it up within {settings.explorer.service_status_check_interval:g} s"
-    echo(sentence.format(version=result.version, champion=result.champion, served=served))
-
-
-def _as_json(value: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(value)).decode()
+    told = sentence.format(**result._asdict(), served=served)
+    tell(result._asdict(), told, for_programs=for_programs)
 
 
 def _table_lines(rows: list[VersionRow], now: float) -> Iterator[str]:

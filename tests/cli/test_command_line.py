@@ -88,7 +88,6 @@ def test_the_file_is_found_among_other_arguments() -> None:
     ("typed", "meant"),
     [
         ("srve", "'serve'"),
-        ("start", "'run'"),
         ("rollback", "'versions rollback'"),
         ("upgrade", "'db upgrade'"),
         ("versions promot", "'promote'"),

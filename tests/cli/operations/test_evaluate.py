@@ -25,11 +25,11 @@ from tests.explorer.conftest import places as places
 from tests.explorer.conftest import running_explorer as running_explorer
 from tests.explorer.conftest import warm_verifier as warm_verifier
 from tests.explorer.running import RunningExplorer
+from tuneloop.cli.evaluate import AskedVersion, ComparedTask, ScoredAnswer, TaskComparison
 from tuneloop.cli.main import app
 from tuneloop.shared.errors import EnvironmentRefused, VersionRefused
 from tuneloop.shared.evaluation.tasks import Task
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.operations.task_comparison import AskedVersion, ComparedTask, ScoredAnswer, TaskComparison
 from tuneloop.shared.settings.loader import load_settings
 
 pytestmark = pytest.mark.contract

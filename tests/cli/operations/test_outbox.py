@@ -95,9 +95,3 @@ def test_a_left_over_folder_is_drained_by_the_explorers_code(
         ["-P", "-m", "tuneloop.explorer.drain_folder", str(file), str(tmp_path / "volume")]
     ]
     assert json.loads(os.environ.pop(OVERRIDES_VARIABLE)) == ["project=p"]
-
-
-def test_the_older_name_is_answered_with_the_new_one(run: Run) -> None:
-    done = run("spool", "list")
-    assert done.exit_code == 2
-    assert "there is no command 'spool'. Did you mean 'outbox'?" in done.stderr

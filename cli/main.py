@@ -3,8 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.metadata import packages_distributions
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn, assert_never
 
@@ -29,7 +28,7 @@ from tuneloop.cli.options import (
 )
 from tuneloop.cli.settings import LogJsonOption, LogLevelOption, hand_on_log_options, sentence_of_tune
 from tuneloop.shared import VERSION
-from tuneloop.shared.errors import EnvironmentRefused, SettingsError, StartupError, TuneloopError
+from tuneloop.shared.errors import SettingsError, StartupError, TuneloopError
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.ledger.storage.database import upgrade
 from tuneloop.shared.operations.backup import require_stopped
@@ -37,9 +36,6 @@ from tuneloop.shared.operations.older_ledger import adopt
 from tuneloop.shared.settings.base_model import require_trainable
 from tuneloop.shared.settings.loader import OVERRIDES_VARIABLE, read_settings
 from tuneloop.shared.settings.settings import holds_secret
-
-PACKAGES = ("tuneloop",)
-OWNERS = {"tuneloop", "tuneloop-runner"}
 
 app = typer.Typer(
     name="tuneloop",
@@ -75,22 +71,10 @@ app.command()(operations.doctor)
 app.command()(operations.explain)
 
 
-def refuse_foreign_packages(owners: Mapping[str, Sequence[str]] | None = None) -> None:
-    """Raise EnvironmentRefused if another installed distribution has a package named as one of ours."""
-    installed = packages_distributions() if owners is None else owners
-    for package in PACKAGES:
-        for other in sorted(set(installed.get(package, ())) - OWNERS):
-            raise EnvironmentRefused(
-                f"the installed distribution {other} also has a package named '{package}', and Python may import that "
-                f"one: remove it (pip uninstall {other}), or install tuneloop into an environment of its own"
-            )
-
-
 def main() -> None:
     """Run the command line; an error is one sentence on stderr, never a traceback."""
     try:
         os.umask(0o077)  # what commands write is what people said
-        refuse_foreign_packages()
         app(prog_name="tuneloop")
     except TuneloopError as error:
         echo(str(error), err=True)

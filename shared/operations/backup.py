@@ -278,8 +278,6 @@ def restore(
             # What is there is the file itself, and longer than the copy, which was made while it was written.
             if not target.exists() or target.stat().st_size < saved.stat().st_size:
                 _copy(saved, target)
-        for path in _files(root / "spool"):  # of a release without an outbox: the explorer converts it at its start
-            _copy(path, job / path.relative_to(root))
         for path in _files(root / FILES):
             _copy(path, job / FILES / path.name)
         if (root / KEY).exists():

@@ -22,7 +22,6 @@ sys.exit(int(script))
 
 @pytest.fixture
 def services(tmp_path: Path) -> Path:
-    """A folder with stand-ins for the two services, which say what they were told."""
     for name in ("explorer", "trainer"):
         (tmp_path / "services" / "tuneloop" / name).mkdir(parents=True)
         (tmp_path / "services" / "tuneloop" / name / "__main__.py").write_text(SERVICE)

@@ -27,7 +27,6 @@ def double() -> Iterator[EngineDouble]:
 
 
 def commanded(*words: object) -> str:
-    """What a command prints, started under an ordinary umask."""
     done = run_tuneloop(*words, umask=0o022)
     assert done.code == 0, done.errors + done.output
     return done.output

@@ -11,9 +11,7 @@ import yaml
 
 from tests.doubles.warm.commands import run_tuneloop
 from tests.doubles.warm.process import WarmProcess
-from tuneloop.cli.main import refuse_foreign_packages
 from tuneloop.shared import VERSION
-from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.storage.revisions import newest
 from tuneloop.shared.settings.hardware import count_gpus
 
@@ -336,18 +334,3 @@ def test_the_resolved_settings_are_shown_without_secrets_and_load_again(tmp_path
     assert (code, "explorer.admin_key: must have at least 16" in error) == (2, True)  # a mask must not become a key
     shown.write_text(out.replace("admin_key: '***'", "admin_key: null"))
     assert tuneloop("validate", shown)[0] == 0
-
-
-def test_a_foreign_package_of_our_name_is_refused():
-    with pytest.raises(EnvironmentRefused, match="other-one also has a package named 'tuneloop'"):
-        refuse_foreign_packages({"tuneloop": ["tuneloop", "tuneloop-runner", "other-one"], "shared": ["other-one"]})
-
-
-def test_the_command_does_not_start_beside_a_foreign_package_of_our_name(tmp_path):
-    folder = tmp_path / "other_one-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: other-one\nVersion: 1.0\n")
-    (folder / "top_level.txt").write_text("tuneloop\n")
-    code, _, error = tuneloop("validate", settings_file(tmp_path), path=tmp_path)
-    assert code == 3
-    assert error.startswith("the installed distribution other-one also has a package named 'tuneloop'")

@@ -24,7 +24,6 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path, place: Place) -> Path:
-    """A settings file of an experiment that has a database without rows."""
     buffer = {"name": place.schema or "exp_buffer", "path": place.url}
     values = {
         "checkpoint_root_dir": str(tmp_path),

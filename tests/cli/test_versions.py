@@ -31,7 +31,6 @@ pytestmark = pytest.mark.contract
 
 @pytest.fixture
 def file(tmp_path: Path, sqlite_place: Place) -> Path:
-    """Settings of an experiment whose database is there."""
     put_file(sqlite_place.url, "migrated")
     values = {
         "checkpoint_root_dir": str(tmp_path),
@@ -46,7 +45,6 @@ def file(tmp_path: Path, sqlite_place: Place) -> Path:
 
 @pytest.fixture
 def ledger(file: Path, tmp_path: Path) -> Iterator[Ledger]:
-    """Versions 0 and 1 have served, 2 serves, 3 waits."""
     ledger = Ledger.of(load_settings(file))
     ledger.versions.ensure_base(write_model(tmp_path / "model"))
     for number in (1, 2, 3):
@@ -72,7 +70,6 @@ def states(ledger: Ledger) -> list[str]:
 
 
 def say(ledger: Ledger, version: int, *rewards: float) -> None:
-    """Replies of a version, each with its reward and one without."""
     for reward in (*rewards, None):
         said = (experience(version_min=version, version_max=version),)
         told = exchange(experiences=said, received_at=time.time())

@@ -27,7 +27,6 @@ def column(engine: Engine, which: Any) -> list[Any]:
 
 
 def trained(ledger: Ledger, count: int = 1, **but: Any) -> list[Exchange]:
-    """Exchanges that a new version was trained on, all of them."""
     said = committed(ledger, count, **but)
     epoch = ledger.training.take_epoch("trainer")
     ledger.training.register(epoch, ids(ledger.training.lease(epoch, count, BatchRules())), step=1, publish=published)

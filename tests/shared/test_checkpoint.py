@@ -43,7 +43,6 @@ def publish(store: CheckpointStore, version: int = 1, weights: bytes = b"weights
 
 
 def pruned(store: CheckpointStore, spared: list[Path], *, newest: int) -> list[Path]:
-    """The folders that are deleted, one after the other."""
     aside = dict(store.put_aside(spared, newest=newest))
     for garbage in aside.values():
         store.delete(garbage)
@@ -51,7 +50,6 @@ def pruned(store: CheckpointStore, spared: list[Path], *, newest: int) -> list[P
 
 
 def rewrite(path: Path, **but: Any) -> None:
-    """Put another manifest in the place of the checkpoint's own."""
     found = msgspec.structs.replace(read_manifest(path), **but)
     (path / "manifest.json").write_bytes(msgspec.json.encode(found))
 

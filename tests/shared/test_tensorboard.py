@@ -13,7 +13,6 @@ accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_ac
 
 
 def shown(folder: Path, name: str) -> list[tuple[int, float]]:
-    """What TensorBoard draws."""
     reader = accumulator.EventAccumulator(str(folder))
     reader.Reload()
     return [(each.step, each.value) for each in reader.Scalars(name)] if name in reader.Tags()["scalars"] else []

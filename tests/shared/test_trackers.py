@@ -70,7 +70,6 @@ print(json.dumps(found))
 
 
 def said(code: str, *arguments: object) -> str:
-    """What a program of the trackers' own virtual environment prints."""
     if not PYTHON.exists():
         pytest.skip("THE TRACKERS ARE NOT INSTALLED: scripts/install-clients")
     environment = {"PYTHONPATH": str(ROOT / "build" / "links"), "HOME": "/nonexistent", "PATH": "/usr/bin:/bin"}

@@ -18,7 +18,7 @@ The edited answers of replies, unless they were retracted.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -172,20 +172,6 @@ class _Shares:
         for rater, part in _parts(self._words, unit).items():
             self._had[rater] += part
         self.total += len(unit.rows)
-
-
-def main_raters(connection: Connection, units: Sequence[Unit], rules: BatchRules) -> dict[int, Rater | None]:
-    """By the number of each unit, the rater whose it is: of several the one who has the fewest; None if nobody limited.
-
-    So who rates all that others rate, too, is not the one whose share they come out of.
-    """
-    words = _words(connection, [row for unit in units for row in unit.rows], rules)
-    parts = {unit.number: _parts(words, unit) for unit in units}
-    has: dict[Rater, float] = defaultdict(float)
-    for found in parts.values():
-        for rater, part in found.items():
-            has[rater] += part
-    return {number: min(found, key=lambda rater: (has[rater], rater), default=None) for number, found in parts.items()}
 
 
 def _parts(words: Mapping[int, Mapping[Rater, float]], unit: Unit) -> dict[Rater, float]:
@@ -502,26 +488,17 @@ def trim(connection: Connection, rules: BatchRules) -> Backlog:
         members[row.group_id if grouped else row.id].append(row)
     by_priority = rules.order == "priority"
     order = sorted(members, key=lambda each: (members[each][0].priority if by_priority else 0.0, each), reverse=True)
-    units = [Unit(number, tuple(row.id for row in members[number])) for number in order]
-    if is_limited(connection, rules):
-        raters = main_raters(connection, units, rules)
-        units = _in_turn(units, lambda each: raters[each.number])
-    for each in _in_turn(units, lambda each: members[each.number][0].tenant):
+    queues: dict[str, list[list[Any]]] = defaultdict(list)
+    for number in order:
+        queues[members[number][0].tenant].append(members[number])
+    for rows in _by_turns(queues.values()):
         if room <= 0:
-            beyond += each.rows
-        room -= len(each.rows)
+            beyond += [row.id for row in rows]
+        room -= len(rows)
     reason = f"more than {most} experiences waited: buffer.max_backlog"
     these = (and_(experiences.c.id.in_(portion), _COMMITTED) for portion in portions(sorted(beyond)))
     expired = sum(set_aside(connection, which, reason) for which in these)
     return Backlog(waiting - expired, expired)
-
-
-def _in_turn(things: Sequence[T], of: Callable[[T], Hashable]) -> list[T]:
-    """The first of each owner, in their order, then the second of each that has one, and so on."""
-    queues: dict[Hashable, list[T]] = defaultdict(list)
-    for thing in things:
-        queues[of(thing)].append(thing)
-    return _by_turns(queues.values())
 
 
 def _by_turns(queues: Iterable[Sequence[T]]) -> list[T]:

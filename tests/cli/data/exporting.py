@@ -61,7 +61,6 @@ def about(said: Exchange, kind: Kind = Kind.NUMBER, **but: Any) -> Feedback:
 
 
 def exported(ledger: Ledger, to: Path, format_: Format, **but: Any) -> list[dict[str, Any]]:
-    """The rows of a file, as Hugging Face datasets reads them; `but` goes to Wish and its Selection."""
     of_selection = {name: but.pop(name) for name in set(but) & set(Selection._fields)}
     done = export(ledger, ExportRequest(format_, Selection(**{"tenant": "acme"} | of_selection), **but), to)
     rows = loaded(to) if done.rows else []

@@ -27,7 +27,6 @@ def settings_file(folder: Path, model: Path) -> Path:
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
-    """The settings of an experiment with a version, and of one that is not there yet."""
     model = write_model(tmp_path / "model")
     made, other = (settings_file(tmp_path / name, model) for name in ("made", "other"))
     settings = load_settings(made)

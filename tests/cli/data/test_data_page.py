@@ -24,7 +24,6 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a file of each format, in both kinds."""
     ledger = Ledger(database.connect(f"sqlite:///{tmp_path}/ledger.db"))
     metadata.create_all(ledger.transactions.engine)
     good, bad = asked("Good."), asked("Bad.")
@@ -37,7 +36,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def shape(value: Any) -> Any:
-    """The names of a row's columns, and of those of its events."""
     return {name: shape(inner[0]) if name == "feedback" else None for name, inner in value.items()}
 
 

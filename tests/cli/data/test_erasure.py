@@ -37,7 +37,6 @@ def exported(ledger: Ledger, to: Path, format_: Format) -> None:
 def test_their_rows_go_from_files_of_every_format(
     ledger: Ledger, tmp_path: Path, format_: Format, suffix: str, purged: bool
 ) -> None:
-    """Those too whose rows in the ledger were purged before: they are known by their name."""
     for user, source in (("ann", None), ("bob", None), ("carol", "ann")):
         say(ledger, user, source=source)
     file = tmp_path / f"rows.{suffix}"

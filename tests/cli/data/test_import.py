@@ -42,7 +42,6 @@ def lines(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[Ledger]:
-    """Another ledger, from which rows come."""
     url = f"sqlite:///{tmp_path}/source.db"
     put_file(url)
     engine = database.connect(url)
@@ -51,7 +50,6 @@ def source(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def table(ledger: Ledger, which: Any, *without: str) -> list[dict[str, Any]]:
-    """The rows, but what each database numbers or dates for itself."""
     with ledger.transactions.engine.connect() as connection:
         rows = connection.execute(select(which).order_by(which.c.id if "id" in which.c else which.c.msg_id))
         return [{name: value for name, value in row._mapping.items() if name not in without} for row in rows]
@@ -156,7 +154,6 @@ def test_plain_conversations_are_examples_for_sft(lines: Path, ledger: Ledger, t
 
 
 def test_who_was_erased_does_not_come_back(source: Ledger, file: Path, ledger: Ledger) -> None:
-    """In either format: of a conversation nobody knows when it was."""
     said = [asked("Said.", user=user) for user in ("ann", "bob", "ann")]
     source.recording.record(said)
     export(source, ExportRequest(Format.SFT, ACME, everything=True), file)
@@ -180,7 +177,6 @@ def test_an_exported_conversation_of_parquet_is_one_again(source: Ledger, tmp_pa
 
 
 def exported_line(source: Ledger, file: Path, **but: Any) -> str:
-    """One exported experience, changed."""
     said = asked()
     source.recording.record([said, about(said)])
     export(source, ExportRequest(Format.EXPERIENCES, ACME), file)
@@ -251,8 +247,6 @@ def test_of_many_mistakes_the_first_are_told(lines: Path, ledger: Ledger) -> Non
 
 
 class Failing(Recording):
-    """Its database goes away after the first page."""
-
     pages = 1
 
     def record(self, records: Any) -> None:

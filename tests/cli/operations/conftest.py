@@ -26,7 +26,6 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """The settings file of an experiment whose database is not there yet."""
     path = tmp_path / "x.yaml"
     path.write_text(yaml.safe_dump({"checkpoint_root_dir": str(tmp_path), "model": {"model_path": "some/model"}}))
     return path
@@ -48,5 +47,4 @@ def ledger(settings: Settings) -> Iterator[Ledger]:
 
 @pytest.fixture
 def run(file: Path) -> Run:
-    """Gives a command with the settings file; an error is raised."""
     return lambda *words: CliRunner().invoke(app, [*map(str, words), "-c", str(file)], catch_exceptions=False)

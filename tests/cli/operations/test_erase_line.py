@@ -20,7 +20,6 @@ LINES = [{"messages": [{"role": "user", "content": f"secret {number}"}]} for num
 
 @pytest.fixture
 def stored(ledger: Ledger, settings: Settings) -> Path:
-    """A file of twelve lines, of a tenant."""
     path = settings.job_dir / FILES / NAME
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(each) + "\n" for each in LINES))

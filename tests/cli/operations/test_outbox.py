@@ -17,7 +17,6 @@ from tuneloop.shared.settings.settings import Settings
 
 @pytest.fixture
 def said(ledger: Ledger) -> Exchange:
-    """An exchange and its feedback that the database has refused, and damaged bytes."""
     said = exchange(request=b"the text of a user")
     refuse(ledger, "1-a-b", encode(said), encode(feedback(msg_id=said.msg_id)))
     refuse(ledger, "2-a-b", b"damaged", reason="damaged")

@@ -30,7 +30,6 @@ def based(ledger: Ledger) -> Ledger:
 
 
 def learn(ledger: Ledger, policy: int, reward: float = 1.0) -> int:
-    """A version of the policy, trained on one row, which it promotes."""
     line = ledger.versions.of(policy)
     version = line.champion().version
     committed(ledger, policy=policy, experiences=(experience(version_min=version, version_max=version),))

@@ -24,7 +24,6 @@ def _replies(ledger: Ledger) -> None:
 
 
 def on_terminal(*arguments: object) -> tuple[str, str]:
-    """What a command writes to its output, and to a terminal for its errors."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-P", "-c", MAIN, *map(str, arguments)]
     environment = {**os.environ, "TERM": "xterm"}
@@ -55,25 +54,6 @@ def test_an_export_an_import_and_a_purge_count_on_a_terminal(file: Path, tmp_pat
     output, shown = on_terminal("purge", "-c", file, "--state", "recorded", "--older-than", "0s", "--json")
     assert json.loads(output)["experiences"] == {"recorded": ROWS}
     assert "deleting" in shown
-
-
-@pytest.mark.parametrize(("name", "counted"), [("rows.jsonl", r"\b400\b"), ("rows.parquet", "1/1")])
-def test_an_erasure_counts_in_the_ledger_and_in_exported_files(
-    file: Path, tmp_path: Path, name: str, counted: str
-) -> None:
-    rows = tmp_path / name
-    on_terminal("export", "-c", file, "--format", "experiences", "--to", rows)
-    output, shown = on_terminal("erase", "-c", file, "--user", "ann", "--json")
-    assert json.loads(output)["exchanges"] == ROWS
-    assert re.search(rf"looking through the ledger .*\b{ROWS}\b", shown)
-    assert re.search(rf"looking through {re.escape(name)} .*{counted}", shown)
-    assert re.search(rf"writing {re.escape(name)} .*{counted}", shown)
-
-
-def test_rewards_that_are_made_anew_are_counted(file: Path) -> None:
-    output, shown = on_terminal("rewards", "recompute", "-c", file, "--json")
-    assert json.loads(output)["replies"] == ROWS
-    assert re.search(rf"examining .*\b{ROWS}\b", shown)
 
 
 def test_nothing_of_it_is_in_a_pipe(file: Path, tmp_path: Path) -> None:

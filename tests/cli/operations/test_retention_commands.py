@@ -103,7 +103,6 @@ def test_a_database_that_is_not_there_is_not_made(file: Path, arguments: list[st
 
 @pytest.fixture
 def ann(ledger: Ledger, tmp_path: Path) -> None:
-    """A person in the ledger, in a version and in a file; and another tenant's, in nothing but the ledger."""
     [said] = committed(ledger, 1, tenant="default", user="ann")
     ledger.recording.commit("default")
     epoch = ledger.training.take_epoch("trainer")

@@ -16,7 +16,6 @@ EIGHT_BITS = {"optimizer": {"bits": 8}}
 
 
 def settings_of(folder: Path, **sections: Any) -> Settings:
-    """A trainer with a GPU of its own."""
     tree = {"checkpoint_root_dir": folder.parent, "model": {"model_path": folder}, "cluster": {"gpu_per_node": 1}}
     return Settings.model_validate(tree | {"mode": "train"} | sections)
 

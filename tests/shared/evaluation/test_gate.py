@@ -13,7 +13,6 @@ from tuneloop.shared.settings.versions import GateSettings
 
 
 def figures(**values: float) -> tuple[Figure, ...]:
-    """Figures by metric; `score__sums` is the score on the slice sums."""
     named = {SCORE: 0.9, LENGTH: 100.0, REFUSALS: 0.1, TASKS: 7.0} | values
     parts = [(*name.partition("__")[::2], value) for name, value in named.items()]
     return tuple(Figure(metric, part, value, 0.0, 10) for metric, part, value in parts)

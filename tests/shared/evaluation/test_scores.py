@@ -22,7 +22,6 @@ SUM = TASK._replace(slice="sums")
 def by_function(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Callable[..., Judge]:
-    """Makes a judge of the body of a function of question, answer and reply, in a module of the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(__import__("sys").path))
     module = f"judge_{abs(hash(request.node.name))}"

@@ -29,7 +29,6 @@ def written(tmp_path: Path, *lines: Any) -> Path:
 
 
 def mistake(tmp_path: Path, line: Any, method: str = "supervised") -> str:
-    """What is said of a line that stands behind sixteen right ones and a blank one."""
     good = PAIR if method == "dpo" else {"messages": [USER]} if method == "reinforcement" else GOOD
     line = line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n"
     [found] = check_file(written(tmp_path, *[good] * 15, b"   \n", line, good), method).mistakes

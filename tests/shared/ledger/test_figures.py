@@ -18,7 +18,6 @@ TABLE = [[cell.strip() for cell in row.strip("|").split("|")] for row in _ROWS.s
 
 
 def said_of(ledger: Ledger, column: int) -> Sequence[Exchange]:
-    """The replies of a column of the table, in the ledger with what was said of them."""
     names = {"task_id": "t", "run_id": "r"} if column == 2 else {}
     told = [exchange(experiences=(experience(text="ab"),), **names) for _ in range(min(column, 2))]
     preferred = {"other_msg_id": told[-1].msg_id, "metric": "preference"}

@@ -47,7 +47,6 @@ def make(ledger: Ledger, tenant: str = "acme", **but: Any) -> Job:
 
 
 def bring(ledger: Ledger, job: Job, state: str) -> None:
-    """Bring a job to a state."""
     values: dict[str, Any] = {}
     if state == "succeeded":
         values = {"version": ledger.versions.of(job.policy).champion().version}
@@ -116,7 +115,6 @@ def test_what_waits_is_dropped_with_its_job_alone(based: Ledger) -> None:
 
 
 def step(ledger: Ledger, job: Job, number: int) -> int:
-    """A version of a job."""
     committed(ledger, 1, policy=job.policy)
     epoch = ledger.training.take_epoch("trainer")
     [row] = ledger.training.lease(epoch, 1, BatchRules(policy=job.policy))

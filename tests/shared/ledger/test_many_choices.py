@@ -22,7 +22,6 @@ Statements = Callable[[Callable[[], object]], int]
 
 @pytest.fixture
 def statements(engine: Engine) -> Statements:
-    """How many statements a verb takes."""
     seen: list[str] = []
     event.listen(engine, "before_cursor_execute", lambda *heard: seen.append(heard[2]))
 

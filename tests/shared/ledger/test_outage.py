@@ -22,7 +22,6 @@ from tuneloop.shared.ledger.storage import database
 
 @pytest.fixture
 def own_server() -> Iterator[postgres.PostgresServer]:
-    """A server that the test may stop."""
     server = postgres.started()
     yield server
     server.close()

@@ -21,7 +21,6 @@ def based(ledger: Ledger) -> Ledger:
 
 
 def of(ledger: Ledger, policy: int, count: int, **but: object) -> None:
-    """Committed rows of a policy, sampled by its champion."""
     version = ledger.versions.of(policy).champion().version
     said = experience(version_min=version, version_max=version)
     sent = committed(ledger, count, policy=policy, experiences=(said,), **but)
@@ -29,7 +28,6 @@ def of(ledger: Ledger, policy: int, count: int, **but: object) -> None:
 
 
 def step(ledger: Ledger, epoch: int, policy: int, count: int) -> int:
-    """A version of a policy from its next rows."""
     rows = ledger.training.lease(epoch, count, BatchRules(policy=policy))
     assert len(rows) == count
     line = ledger.versions.of(policy)

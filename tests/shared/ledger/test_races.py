@@ -22,7 +22,6 @@ from tuneloop.shared.settings.feedback import RewardRule
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """What the calls return (or raise), all started in the same moment."""
     start = threading.Barrier(len(calls))
 
     def one(call: Callable[[], Any]) -> Any:

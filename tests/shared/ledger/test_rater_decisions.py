@@ -26,7 +26,6 @@ def rewards(engine: Engine) -> list[float | None]:
 
 
 def say(ledger: Ledger, **values: float) -> None:
-    """A reply of which each source says this."""
     said = exchange()
     ledger.recording.record([said, *(feedback(msg_id=said.msg_id, source=who, value=v) for who, v in values.items())])
 

@@ -61,8 +61,6 @@ def open_ledger(settings: Settings) -> Ledger:
 
 
 class Experiment:
-    """An experiment that services could run."""
-
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.ledger = open_ledger(settings)
@@ -72,7 +70,6 @@ class Experiment:
         return self.settings.job_dir
 
     def tables(self) -> dict[str, list[str]]:
-        """All rows, but the paths of versions, which are another folder's elsewhere."""
         schema = self.settings.buffer.trainer_input.experience_buffer.name
         with dump.open_snapshot(self.settings.database_url, schema=schema) as snapshot:
             return {
@@ -82,8 +79,6 @@ class Experiment:
 
 
 class Bench:
-    """Makes an experiment, and empty places for it: another file, or PostgreSQL's schema once it is dropped."""
-
     def __init__(self, folder: Path, kind: str, request: pytest.FixtureRequest) -> None:
         self._folder = folder
         self._opened: list[Experiment] = []
@@ -106,7 +101,6 @@ class Bench:
         return found
 
     def drop(self, settings: Settings) -> None:
-        """Lose the database."""
         if self._place is not None:
             self._admin.drop(str(self._place.schema))
         for path in self._folder.glob("*.db*") if self._place is None else ():
@@ -131,7 +125,6 @@ def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 @pytest.fixture
 def source(bench: Bench) -> Experiment:
-    """An experiment with rows in every state, two versions, and records in its outbox."""
     found = bench.open(bench.settings("source"))
     ledger, job = found.ledger, found.job
     for _ in range(2):
@@ -209,17 +202,6 @@ def test_a_file_of_the_outbox_that_is_still_there_is_longer_than_its_copy(
     elsewhere = bench.settings("elsewhere")
     restore(elsewhere, tmp_path / "backup")
     assert outbox_status(elsewhere.outbox_dir, {}).records == 3
-
-
-def test_a_spool_in_a_backup_of_an_older_release_is_left_to_the_explorer(
-    source: Experiment, bench: Bench, tmp_path: Path
-) -> None:
-    back_up(source.settings, tmp_path / "backup")
-    (tmp_path / "backup/spool/0").mkdir(parents=True)
-    (tmp_path / "backup/spool/0/00000001.seg").write_bytes(b"frames")
-    there = bench.settings("target")
-    restore(there, tmp_path / "backup")
-    assert (there.job_dir / "spool/0/00000001.seg").read_bytes() == b"frames"
 
 
 @pytest.mark.parametrize("bench", BOTH, indirect=True)

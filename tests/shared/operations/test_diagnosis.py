@@ -30,13 +30,11 @@ NO_OUTBOX = OutboxStatus()
 
 
 def reasons(ledger: Ledger, rules: Rules = PAIRS, policy: BatchRules = ANY, *, in_s: float = 0.0) -> dict[Code, str]:
-    """Why no step is happening by this ledger, so many seconds from now."""
     facts = Facts(now=time.time() + in_s, rules=rules, outbox=NO_OUTBOX, ledger=ledger.reports.facts(policy, drops=5))
     return dict(diagnose(facts))
 
 
 def rules_of(**but: Any) -> Rules:
-    """By settings."""
     return Rules.of(Settings.model_validate({"model": {"model_path": "some/model"}, **but}))
 
 
@@ -248,7 +246,6 @@ def test_a_version_is_held_back_by_an_alarm(ledger: Ledger) -> None:
 
 
 def test_a_version_that_nothing_holds_back_is_not_served(ledger: Ledger) -> None:
-    """By the age of the oldest that waits: one after the other may come."""
     ledger.versions.ensure_base(Path("/base"))
     first = trained(ledger)
     began, _ = ledger.reports.facts(ANY).weights.waiting_since, time.sleep(0.1)

@@ -25,7 +25,6 @@ from tuneloop.shared.settings.settings import Settings
 
 @pytest.fixture
 def file(tmp_path: Path, place: Place) -> Path:
-    """Settings of an experiment whose database is empty yet."""
     buffer = {"path": place.url, "name": place.schema or "exp_buffer"}
     path = tmp_path / "x.yaml"
     path.write_text(
@@ -47,19 +46,16 @@ def settings(file: Path) -> Settings:
 
 @pytest.fixture
 def made(settings: Settings, migrated_place: Place) -> Iterator[Ledger]:
-    """The experiment's ledger, made by the migrations."""
     ledger = Ledger.of(settings)
     yield ledger
     ledger.close()
 
 
 def doctor(file: Path, *arguments: str) -> Ended:
-    """The command's exit code, and what it says."""
     return run_tuneloop("doctor", "-c", file, *arguments)
 
 
 def page(settings: Settings) -> dict[str, list[str]]:
-    """The lines of the report, by section."""
     found: dict[str, list[str]] = {}
     for line in as_text(examine_experiment(settings), settings):
         title = line[:10].strip() or list(found)[-1]

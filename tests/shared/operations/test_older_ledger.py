@@ -18,7 +18,6 @@ __all__ = ["bench", "source"]
 
 
 def put_back(bench: Bench, settings: Settings, backup: Path) -> None:
-    """Put back the database alone, as pg_restore does or who copies a file."""
     bench.drop(settings)
     schema, source = (
         settings.buffer.trainer_input.experience_buffer.name,

@@ -20,7 +20,6 @@ SINCE = r"for \d s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
 
 @pytest.fixture
 def options(tmp_path: Path, place: Place) -> dict[str, Any]:
-    """Settings of an experiment with one engine and no gate."""
     buffer = {"path": place.url, "name": place.schema or "exp_buffer"}
     return {
         "checkpoint_root_dir": tmp_path / "checkpoints",
@@ -32,7 +31,6 @@ def options(tmp_path: Path, place: Place) -> dict[str, Any]:
 
 @pytest.fixture
 def made(options: dict[str, Any], migrated_place: Place) -> Iterator[Ledger]:
-    """Version 1 serves, 2 waits."""
     settings = Settings.model_validate(options)
     ledger = Ledger.of(settings)
     ledger.versions.ensure_base(Path("/base"))
@@ -44,7 +42,6 @@ def made(options: dict[str, Any], migrated_place: Place) -> Iterator[Ledger]:
 
 
 def lines(options: dict[str, Any], gate: str | dict[str, Any] = "off", engines: int = 1) -> list[str]:
-    """What the page says of versions, but for its first line."""
     settings = with_gate(options, gate, engines)
     page = list(as_text(examine_experiment(settings), settings))
     first = next(number for number, line in enumerate(page) if line.startswith("Versions"))

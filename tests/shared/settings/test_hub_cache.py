@@ -22,7 +22,6 @@ DOWNLOAD = f"hf download {NAME}"
 
 
 def put_into_cache(hub: Path, name: str = NAME, shards: tuple[str, ...] = (), missing: str = "") -> Path:
-    """Lay a model out as huggingface_hub does: files are links into `blobs`; the folder of its snapshot."""
     repository, commit = hub / f"models--{name.replace('/', '--')}", "c1899de289a04d12100db370d81485cdf75e47ca"
     blobs, snapshot = model_folder(repository / "blobs"), repository / "snapshots" / commit
     snapshot.mkdir(parents=True)

@@ -67,7 +67,6 @@ def service(folder: Path, changes: dict[str, Any] | None = None) -> SettingsRepo
 
 
 def tuned(folder: Path, changes: dict[str, Any] | None = None) -> tuple[TuneFile, SettingsReport]:
-    """What tune() reads, and what the service says to the settings that it starts it with."""
     file = read_tune_file(written(folder, changes or {}))
     assert file.model is not None
     assert file.algorithm is not None

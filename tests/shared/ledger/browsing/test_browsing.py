@@ -26,7 +26,6 @@ def recorded(ledger: Ledger, count: int, **but: object) -> list[str]:
 
 
 def everything(ledger: Ledger, wanted: ReplyFilter, limit: int = 3) -> list[str]:
-    """All pages, one after the other."""
     found: list[str] = []
     after = None
     for _ in range(100):

@@ -19,12 +19,10 @@ def base(ledger: Ledger, tmp_path: Any) -> None:
 
 
 def in_doubt(**but: Any) -> dict[str, Any]:
-    """An exchange of that engine at that time."""
     return {"engine": 1, "received_at": 1500.0, "latency_s": 1.0, **but}
 
 
 def reasons(ledger: Ledger) -> dict[str, tuple[str, str | None]]:
-    """State and reason of each reply."""
     with ledger.transactions.write() as connection:
         rows = connection.exec_driver_sql("SELECT msg_id, state, reason FROM experiences").all()
     return {msg_id: (state, reason) for msg_id, state, reason in rows}

@@ -12,13 +12,12 @@ from tuneloop.shared.experience import Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.recording.retention import NOTHING_ERASED
 from tuneloop.shared.ledger.storage import database
-from tuneloop.shared.ledger.storage.schema import deletions, exchanges, experiences, exports, feedback
+from tuneloop.shared.ledger.storage.schema import deletions, exchanges, experiences, feedback
 from tuneloop.shared.settings.feedback import RewardRule
 
 
 @pytest.fixture
 def ledger(engine: Engine) -> Ledger:
-    """A ledger whose clock stands at NOW."""
     return Ledger(engine, clock=lambda: NOW)
 
 
@@ -85,13 +84,6 @@ def test_what_others_say_and_what_is_said_later_is_taken(ledger: Ledger, engine:
     assert column(engine, feedback.c.source) == ["ann"]
 
 
-def test_a_name_that_no_database_can_hold_is_found_again(ledger: Ledger, engine: Engine) -> None:
-    ledger.recording.record([exchange(user="a\0b")])
-    assert ledger.retention.erase("acme", "a\0b").experiences == 1
-    ledger.recording.record([exchange(user="a\0b")])
-    assert column(engine, exchanges.c.msg_id) == []
-
-
 def test_what_is_said_of_their_replies_afterwards_is_not_taken(ledger: Ledger, engine: Engine) -> None:
     """A judge had read one when it was deleted; another was still in a spool."""
     kept, read, spooled = exchange(user="bob"), exchange(user="ann"), exchange(user="ann")
@@ -106,13 +98,6 @@ def test_what_is_said_of_their_replies_afterwards_is_not_taken(ledger: Ledger, e
     assert column(engine, feedback.c.event_id) == [taken.event_id]
     assert {*column(engine, deletions.c.msg_id)} == {read.msg_id, spooled.msg_id}
     assert [id_ for id_ in outcomes if outcomes[id_] is Outcome.UNKNOWN] == [e.event_id for e in (*late, compared)]
-
-
-def test_a_second_deletion_reaches_what_came_after_the_first(engine: Engine) -> None:
-    for now in (10.0, 20.0):
-        Ledger(engine, clock=lambda now=now: now).retention.erase("acme", "ann")
-    Ledger(engine).recording.record([exchange(user="ann", received_at=15.0)])
-    assert column(engine, exchanges.c.msg_id) == []
 
 
 def test_others_take_the_rewards_that_they_have_without_the_feedback_of_the_person(
@@ -184,14 +169,6 @@ def test_feedback_about_a_run_of_several_people_stays(ledger: Ledger, engine: En
     ledger.recording.record([heard(msg_id=None, task_id="t", run_id=run) for run in ("mixed", "ann", "bob")])
     assert ledger.retention.erase("acme", "ann").feedback == 1
     assert column(engine, feedback.c.run_id) == ["bob", "mixed"]
-
-
-def test_a_file_that_was_exported_is_known(ledger: Ledger, engine: Engine) -> None:
-    with engine.begin() as connection:
-        connection.execute(exports.insert().values(path="/a.jsonl", format="sft", rows=3, created_at=0))
-    assert ledger.retention.exported_files() == [("/a.jsonl", 3)]
-    ledger.retention.exported_rows("/a.jsonl", 1)
-    assert ledger.retention.exported_files() == [("/a.jsonl", 1)]
 
 
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)

@@ -13,7 +13,7 @@ from sqlalchemy import Engine, delete, select
 from tests.factories import committed, exchange, experience, feedback, ids, leased, published, rewarded, trained
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, reward_rules
+from tuneloop.shared.ledger.storage.schema import exchanges, experiences
 from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -39,18 +39,15 @@ def events(engine: Engine) -> list[Any]:
 
 
 def hear(ledger: Ledger, **but: Any) -> Outcome:
-    """Record an event, and what the ledger says became of it."""
     event = feedback(**{"call_id": "this call"} | but)
     return ledger.recording.record([event]).outcomes[event.event_id]
 
 
 def outcome(engine: Engine, event_id: str) -> str:
-    """What has become of an event since."""
     return next(each.outcome for each in events(engine) if each.event_id == event_id)
 
 
 def run_of(name: str, **but: Any) -> dict[str, Any]:
-    """What an event about a whole trajectory says of its target."""
     return {"msg_id": None, "task_id": "task", "run_id": name, **but}
 
 
@@ -60,8 +57,6 @@ def retraction(**but: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def under(engine: Engine) -> Iterator[Any]:
-    """Ledgers over one database: each with a rule, and what else is said."""
-
     def made(ledger: type[Ledger] = Ledger, **rule: Any) -> Ledger:
         options = {name: rule.pop(name) for name in ("compensate_late", "clock") if name in rule}
         return ledger(engine, rule=RewardRule(**{"clip": None, **rule}), **options)
@@ -107,13 +102,6 @@ def test_feedback_on_a_reply_that_a_restored_database_lost_is_told_to_be_unknown
     assert hear(ledger, msg_id=new) == hear(ledger, **run_of("none")) == Outcome.PENDING
 
 
-def test_feedback_of_another_tenant_waits_for_ever(ledger: Ledger, engine: Engine) -> None:
-    said = exchange()
-    ledger.recording.record([said])
-    assert hear(ledger, msg_id=said.msg_id, tenant="other") == Outcome.PENDING
-    assert rewards(engine) == [None]
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_feedback_on_a_trajectory_reaches_its_replies_whichever_came_first(
     ledger: Ledger, engine: Engine, first: bool
@@ -147,16 +135,6 @@ def test_what_is_offered_again_changes_nothing(ledger: Ledger, engine: Engine) -
     assert ledger.recording.taken_numbers(["a", "b", "c", "d"]) == {"a": 3, "b": 2, "c": 1}
 
 
-def test_a_request_that_is_sent_again_does_not_hide_what_was_said_before_it(ledger: Ledger, engine: Engine) -> None:
-    said = exchange()
-    sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 0.0}
-    ledger.recording.record([said, feedback(**sent, call_id="once")])
-    again = [feedback(msg_id=said.msg_id, value=1.0), feedback(**sent, call_id="twice")]
-    outcomes = ledger.recording.record(again).outcomes
-    assert outcomes == {again[0].event_id: Outcome.ACCEPTED, "a key": Outcome.DUPLICATE}
-    assert rewards(engine) == [1.0]
-
-
 @pytest.mark.parametrize(
     ("once", "again"),
     [
@@ -176,18 +154,6 @@ def test_a_request_that_is_sent_again_does_not_hide_what_is_said_with_it(
     ledger.recording.record([feedback(**about | key | again, call_id="twice"), feedback(**about, **again)])
     assert rewards(engine) == [again["value"]]
     assert len(events(engine)) == 3
-
-
-def test_a_request_that_is_sent_twice_at_once_does_not_hide_what_is_said_with_it(
-    ledger: Ledger, engine: Engine
-) -> None:
-    said = exchange()
-    sent = {"event_id": "a key", "msg_id": said.msg_id, "value": 1.0}
-    since = [feedback(msg_id=said.msg_id, value=value) for value in (0.0, 1.0)]
-    twice = feedback(**sent, call_id="twice")
-    results = ledger.recording.record([said, feedback(**sent, call_id="once"), since[0], twice, since[1]])
-    assert rewards(engine) == [1.0]
-    assert (results.outcomes["a key"], results.of([twice]).outcomes) == ("accepted", {"a key": Outcome.DUPLICATE})
 
 
 def test_a_reply_joins_the_trajectory_that_its_feedback_names(ledger: Ledger, engine: Engine) -> None:
@@ -210,14 +176,6 @@ def test_a_preference_is_for_one_reply_and_against_the_other(under: Any, engine:
     assert rewards(engine) == [1.0, None, -1.0]
     hear(ledger, msg_id=better.msg_id, **retraction(metric="preference"))
     assert rewards(engine)[0] is None
-
-
-@pytest.mark.parametrize("kind", [Kind.COMMENT, Kind.DEMONSTRATION])
-def test_words_are_kept_and_change_nothing(ledger: Ledger, engine: Engine, kind: Kind) -> None:
-    [said] = rewarded(ledger)
-    assert hear(ledger, msg_id=said.msg_id, kind=kind, metric=kind, value=None, text="so") == Outcome.ACCEPTED
-    assert rewards(engine) == [1.0]
-    assert [event.text for event in events(engine)] == [None, "so"]
 
 
 def test_all_that_an_event_says_is_kept(ledger: Ledger, engine: Engine) -> None:
@@ -394,13 +352,6 @@ def test_rewards_are_reckoned_anew_but_not_of_what_is_leased_or_trained(under: A
     assert rewards(engine) == [1.0, 1.0, 3.0, 3.0]
     assert [row.state for row in rows(engine)] == [row.state for row in before]
     assert new.recording.recompute_rewards() == (2, 0)
-
-
-def test_a_dry_run_writes_nothing_at_all(under: Any, engine: Engine) -> None:
-    rewarded(under())
-    under(weights={"reward": 3.0}).recording.recompute_rewards(dry_run=True)
-    with engine.connect() as connection:
-        assert len(connection.execute(select(reward_rules)).all()) == 1
 
 
 _values = st.sampled_from([-1.0, 0.0, 0.5, 1.0])

@@ -123,15 +123,3 @@ def test_a_key_leaves_room_for_early_feedback_of_the_others(
     assert keep("loud", 10, Ledger(engine)) == 0, "another process counts for itself"
     assert keep("other", 1000, Ledger(engine)) == 50
     assert keep("third", 1000, Ledger(engine)) == 75
-
-
-def test_what_is_stored_or_repeated_is_not_told_to_find_no_room(ledger: Ledger) -> None:
-    said = exchange()
-    ledger.recording.record([said])
-    heard = [feedback(msg_id=said.msg_id, source=f"rater {number}") for number in range(MAX_SAID)]
-    comment = {"msg_id": said.msg_id, "kind": Kind.COMMENT, "metric": "comment", "value": None, "source": "rater 3"}
-    heard[0] = feedback(**comment, text="so")
-    record(ledger, heard)
-    again = [feedback(msg_id=said.msg_id, source="rater 4"), feedback(**comment, text="so")]
-    other = feedback(**comment, text="no")
-    assert without_room(ledger.recording.record([*heard[:2], *again, other]).outcomes) == {other.event_id}

@@ -32,7 +32,6 @@ def test_it_comes_to_the_trainer_with_its_grammar(engine: Engine, grammar: Gramm
 
 
 def test_a_file_says_that_it_is_no_sample(engine: Engine) -> None:
-    """Files have no grammars, and what is imported from one is none either."""
     ledger = Ledger(engine)
     marked = experience(choice=2, unsampled="sampling:top_p")
     said = exchange(experiences=(experience(grammar=GRAMMAR), experience(choice=1), marked))

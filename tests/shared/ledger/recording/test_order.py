@@ -36,7 +36,6 @@ def recorder(engine: Engine, **rule: Any) -> Ledger:
 
 
 def at(seconds: float, msg_id: str, value: float | None = None, **but: Any) -> Feedback:
-    """What is received so many seconds after the machine was started."""
     what = TAKEN_BACK if value is None else {"value": value}
     return feedback(**{"msg_id": msg_id, "stamp": Stamp(boot(), seconds)} | what | but)
 
@@ -131,7 +130,6 @@ def test_a_preference_that_was_taken_back_in_between_stands_where_it_was_said_ag
 
 
 def trained_by(engine: Engine, ledger: Ledger) -> str:
-    """A reply that was trained on with what was said of it."""
     epoch, samples = leased(ledger)
     ledger.training.register(epoch, ids(samples), step=1, publish=published)
     [msg_id] = rewards(engine)

@@ -4,12 +4,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event, select
 
-from tests.factories import exchange, experience, feedback, leased, rewarded
+from tests.factories import exchange, experience, feedback, rewarded
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import MAX_NAME, State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
-from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 
 
 def rows(engine: Engine) -> list[Any]:
@@ -25,35 +24,10 @@ def only(**counts: int) -> dict[State, int]:
     return {state: counts.get(state, 0) for state in State}
 
 
-def test_a_replayed_spool_changes_nothing(ledger: Ledger, engine: Engine) -> None:
-    said = exchange(experiences=(experience(choice=0), experience(choice=1)))
-    heard = feedback(msg_id=said.msg_id, choice=1, value=0.5)
-    ledger.recording.record([said, heard])
-    before = rows(engine)
-    ledger.recording.record([said, heard])
-    ledger.recording.record([heard])
-    ledger.recording.record([said])
-    assert rows(engine) == before
-    assert ledger.reports.counts() == only(recorded=1, rewarded=1)
-
-
-def test_a_replayed_feedback_does_not_take_back_a_commit(ledger: Ledger) -> None:
-    said, heard = exchange(msg_id="chatcmpl-x"), feedback(msg_id="chatcmpl-x")
-    ledger.recording.record([said, heard])
-    ledger.recording.commit("acme")
-    ledger.recording.record([said, heard])
-    assert ledger.reports.counts() == only(committed=1)
-
-
 def test_the_first_to_use_a_msg_id_keeps_it(ledger: Ledger, engine: Engine) -> None:
     ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="first"),))])
     ledger.recording.record([exchange(msg_id="chatcmpl-x", experiences=(experience(text="second"),))])
     assert [row.text for row in rows(engine)] == ["first"]
-
-
-def test_feedback_in_the_same_group_may_stand_before_its_reply(ledger: Ledger, engine: Engine) -> None:
-    ledger.recording.record([feedback(msg_id="chatcmpl-x", value=0.25), exchange(msg_id="chatcmpl-x")])
-    assert rewards(engine) == [0.25]
 
 
 def test_feedback_without_a_choice_is_for_all_and_a_later_one_for_one(ledger: Ledger, engine: Engine) -> None:
@@ -61,24 +35,6 @@ def test_feedback_without_a_choice_is_for_all_and_a_later_one_for_one(ledger: Le
     ledger.recording.record([said, feedback(msg_id=said.msg_id, value=0.5)])
     ledger.recording.record([feedback(msg_id=said.msg_id, choice=2, value=-1.0)])
     assert rewards(engine) == [0.5, 0.5, -1.0]
-
-
-def test_a_reward_may_be_corrected_until_the_lease(ledger: Ledger, engine: Engine) -> None:
-    [said] = rewarded(ledger)
-    ledger.recording.commit("acme")
-    ledger.recording.record([feedback(msg_id=said.msg_id, value=-0.5)])
-    assert rewards(engine) == [-0.5]
-    assert ledger.reports.counts() == only(committed=1)
-
-
-def test_feedback_after_the_lease_is_kept_but_changes_no_reward(ledger: Ledger, engine: Engine) -> None:
-    _epoch, samples = leased(ledger)
-    msg_id = rows(engine)[0].msg_id
-    ledger.recording.record([feedback(msg_id=msg_id, value=-0.5)])
-    assert rewards(engine) == [samples[0].reward] == [1.0]
-    with engine.connect() as connection:
-        kept = connection.execute(select(feedback_table.c.value).order_by(feedback_table.c.id)).scalars().all()
-    assert kept == [1.0, -0.5]
 
 
 def test_what_must_not_be_trained_on_is_dropped_with_its_reason_and_still_takes_a_reward(
@@ -156,14 +112,6 @@ def test_commit_takes_what_all_filters_name(ledger: Ledger, filters: dict[str, A
         rewarded(ledger, task_id=task_id, run_id=run_id, received_at=received_at)
     assert ledger.recording.commit("acme", **filters) == count
     assert ledger.reports.counts() == only(rewarded=4 - count, committed=count)
-
-
-def test_commit_takes_only_the_tenants_own(ledger: Ledger) -> None:
-    rewarded(ledger, tenant="acme")
-    rewarded(ledger, tenant="other")
-    assert ledger.recording.commit("acme") == 1
-    assert ledger.recording.commit("nobody") == 0
-    assert ledger.reports.counts() == only(rewarded=1, committed=1)
 
 
 def test_commit_takes_only_what_is_rewarded_and_only_once(ledger: Ledger) -> None:

@@ -18,7 +18,6 @@ from tuneloop.shared.settings.settings import Settings
 
 @pytest.fixture
 def ledger(engine: Engine) -> Ledger:
-    """A ledger whose clock stands at NOW."""
     return Ledger(engine, clock=lambda: NOW)
 
 
@@ -65,18 +64,6 @@ def test_what_is_in_work_is_never_purged(ledger: Ledger) -> None:
     assert (ledger.reports.counts()[State.LEASED], ledger.reports.counts()[State.COMMITTED]) == (1, 1)
     with pytest.raises(ValueError, match="committed, leased wait for the trainer"):
         ledger.retention.purge({State.LEASED: 1.0, State.COMMITTED: 1.0})
-
-
-def test_a_dry_run_changes_nothing(ledger: Ledger, engine: Engine) -> None:
-    for make in IN_STATE.values():
-        make(ledger, received_at=OLD, user="ann")
-    ledger.recording.record([heard(received_at=OLD)])
-    before = everything(engine)
-    told, erased = ledger.retention.purge(EVERYTHING, dry_run=True), ledger.retention.erase("acme", "ann", dry_run=True)
-    assert everything(engine) == before
-    assert erased == ledger.retention.erase("acme", "ann", dry_run=True)
-    assert told == ledger.retention.purge(EVERYTHING)
-    assert (set(told.experiences.values()), told.parked) == ({1}, 1)
 
 
 def test_the_ledger_adds_up_after_trained_rows_were_purged(ledger: Ledger, engine: Engine) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, LargeBinary, event, insert, literal, select
 
-from tests.factories import committed, exchange, experience, fill, rewarded
+from tests.factories import exchange, experience, fill, rewarded
 from tests.factories import feedback as heard
 from tests.shared.retaining import EVERYTHING, column, everything, in_work, trained
 from tuneloop.shared.experience import Exchange, Kind, State
-from tuneloop.shared.ledger.ledger import BatchRules, Ledger
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording import stored_completions
 from tuneloop.shared.ledger.recording.stored_completions import (
     Deletion,
@@ -32,7 +32,6 @@ NOW = 1e9
 
 @pytest.fixture
 def ledger(engine: Engine) -> Ledger:
-    """A ledger whose clock stands at NOW."""
     return Ledger(engine, clock=lambda: NOW)
 
 
@@ -47,7 +46,6 @@ def pair(key: str, value: str) -> bytes:
 
 
 def pages(ledger: Ledger, *wanted: bytes, order: Order = "asc", limit: int = 2) -> Iterator[list[str]]:
-    """Page after page, as a client turns them."""
     after = None
     while True:
         page = ledger.stored.page("acme", wanted=wanted, after=after, order=order, limit=limit)
@@ -85,27 +83,6 @@ def test_a_completion_is_there_whole_or_not_at_all(ledger: Ledger, engine: Engin
 
 
 # Lists.
-
-
-@pytest.mark.parametrize("wanted", [(), (tag_of_model("acme", "m"),), (tag_of_model("acme", "m"), pair("k", "v"))])
-def test_a_list_is_in_the_order_of_the_requests_both_ways(ledger: Ledger, wanted: tuple[bytes, ...]) -> None:
-    times = [5.0, 3.0, 3.0, 9.0, 3.0]
-    said = [asked(msg_id=f"chatcmpl-{name}", received_at=at, metadata={"k": "v"}) for name, at in enumerate(times)]
-    ledger.recording.record(said)
-    expected = [f"chatcmpl-{name}" for name in (1, 2, 4, 0, 3)]
-    assert names(ledger, *wanted) == expected
-    assert names(ledger, *wanted, order="desc") == expected[::-1]
-
-
-def test_others_exchanges_are_not_listed_nor_found(ledger: Ledger) -> None:
-    mine, others, text = asked(), asked(tenant="other"), asked(endpoint="/v1/completions")
-    ledger.recording.record([mine, others, text])
-    assert names(ledger) == names(ledger, tag_of_model("acme", "m")) == [mine.msg_id]
-    for each in (others, text):
-        assert ledger.stored.get("acme", each.msg_id) is None
-        assert not ledger.stored.change_metadata("acme", each.msg_id, pairs={})
-        assert ledger.stored.delete("acme", each.msg_id) is None
-    assert ledger.stored.cursor_of("acme", others.msg_id) is None
 
 
 def test_what_is_found_has_all_that_is_wanted(ledger: Ledger) -> None:
@@ -269,14 +246,6 @@ def test_what_is_leased_stays_as_it_is_until_the_lease_ends(ledger: Ledger, engi
 def column_where(engine: Engine, state: State) -> list[str]:
     with engine.connect() as connection:
         return list(connection.execute(select(experiences.c.msg_id).where(experiences.c.state == state)).scalars())
-
-
-def test_a_deleted_completion_is_not_leased(ledger: Ledger) -> None:
-    said = committed(ledger, 2)
-    ledger.stored.delete("acme", said[0].msg_id)
-    epoch = ledger.training.take_epoch("trainer")
-    assert ledger.training.lease(epoch, 2, BatchRules()) == []
-    assert len(ledger.training.lease(epoch, 1, BatchRules())) == 1
 
 
 def test_a_trained_row_goes_with_the_repeat_that_waits(engine: Engine) -> None:

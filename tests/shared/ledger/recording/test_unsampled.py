@@ -28,13 +28,11 @@ def ledger(engine: Engine, now: list[float]) -> Ledger:
 
 @pytest.fixture
 def take(ledger: Ledger) -> Take:
-    """Leases a batch of the size and policy given."""
     epoch = ledger.training.take_epoch("trainer")
     return lambda size, **policy: ledger.training.lease(epoch, size, BatchRules(**policy))
 
 
 def give(ledger: Ledger, **but: Any) -> str:
-    """A rewarded reply, committed; its msg_id."""
     said = exchange(**but)
     ledger.recording.record([said, feedback(msg_id=said.msg_id)])
     ledger.recording.commit("acme")

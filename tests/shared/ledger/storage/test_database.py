@@ -125,19 +125,6 @@ def test_a_database_of_a_newer_release_is_refused(place: Place) -> None:
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("name", ["My Experiment", 'a"b', r"back\slash", "50%:of,it", "select", "größe", "x'y"])
-def test_a_schema_may_have_any_name(postgres_url: str, name: str) -> None:
-    place = Place(postgres_url, name)
-    database.upgrade(postgres_url, schema=name)
-    engine = database.connect(postgres_url, schema=name)
-    Ledger(engine).recording.record([exchange()])
-    with engine.begin() as connection:
-        assert connection.execute(text("SELECT current_schema()")).scalar() == name
-        assert tables(place) == ALL
-    engine.dispose()
-
-
-@pytest.mark.postgres
 def test_two_schemas_of_one_database_know_nothing_of_each_other(postgres_url: str) -> None:
     ledgers = []
     for name in ("one", "two"):

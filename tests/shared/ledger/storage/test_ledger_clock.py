@@ -23,7 +23,6 @@ class World:
         self.ledger.transactions.keep_time()
 
     def pass_s(self, seconds: float) -> None:
-        """Let time pass while the process works."""
         until = self.ticks.now + seconds
         while self.ticks.now < until:
             self.ticks.now += COMPARE_S
@@ -54,7 +53,6 @@ def test_a_clock_that_is_set_is_told_and_deletes_nothing(world: World, step: flo
 
 
 def test_a_record_is_dated_by_its_machines_start(world: World) -> None:
-    """Whatever its own process took for the time: it may have been started while the database was away."""
     late, early = (exchange(received_at=START + wrong, stamp=Stamp(boot(), 900.0)) for wrong in (DAY, -DAY))
     elsewhere = exchange(received_at=START - 7.0, stamp=Stamp("another start", 5.0))
     event = feedback(msg_id=late.msg_id, received_at=START + DAY, stamp=Stamp(boot(), 950.0))
@@ -108,7 +106,6 @@ def test_the_estimate_is_that_of_the_quickest_answer_until_another_one_differs_b
     delays = iter([0.4, 0.2, 0.01, 0.3, 0.4, 0.06, 0.06, 0.0])
 
     def answer(_: object) -> float:
-        """The answer is right when it is made, and needs its time to get here."""
         now = START + ticks.now + ahead.now
         ticks.now += next(delays)
         return now

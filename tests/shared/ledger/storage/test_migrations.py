@@ -36,7 +36,6 @@ CATALOG = {
 
 
 def ddl(engine: Engine) -> dict[str, str]:
-    """Everything that the database says of our tables."""
     with engine.connect() as connection:
         found = _postgres(connection) if engine.dialect.name == "postgresql" else _sqlite(connection)
     return {name: rule for name, rule in found.items() if "alembic_version" not in name}
@@ -71,7 +70,6 @@ def _postgres(connection: Connection) -> dict[str, str]:
 
 @pytest.fixture
 def migrated(place: Place) -> Iterator[Engine]:
-    """A database that the migrations have made."""
     database.upgrade(place.url, schema=place.schema)
     engine = database.connect(place.url, schema=place.schema)
     yield engine
@@ -84,7 +82,6 @@ def without_our_tables(engine: Engine) -> None:
 
 
 def created(engine: Engine, tables: MetaData) -> dict[str, str]:
-    """The DDL of these tables, made anew in the place of the migrations'."""
     without_our_tables(engine)
     with engine.begin() as connection:
         tables.create_all(connection)
@@ -103,7 +100,6 @@ def test_the_numbers_go_on_from_the_baseline() -> None:
 
 @contextmanager
 def of_0014(place: Place) -> Iterator[Engine]:
-    """A database of the release before the baseline, with a reply in each state, a key and a rater."""
     engine = database.connect(place.url, schema=place.schema)
     tables = Path(__file__).with_name("schema_0014.sql").read_text()
     baseline = ScriptDirectory.from_config(database.migrations()).get_revision("0016").module

@@ -31,8 +31,6 @@ Commit = Callable[..., list[str]]
 
 @pytest.fixture
 def commit(ledger: Ledger, engine: Engine, clock: Clock) -> Commit:
-    """Let what is due at a time be committed; the msg_ids of all that is committed by then, in order."""
-
     def run(at: float, rules: BatchRules = ALONE) -> list[str]:
         clock.now = at
         # Nothing is in memory: each time it is another process.
@@ -161,7 +159,6 @@ class TestSingleRows:
 
 class TestGroups:
     def test_a_run_is_committed_as_a_whole(self, ledger: Ledger, commit: Commit) -> None:
-        """So that a turn's thumb is not learnt from before the run's reward."""
         for name in ("a", "b"):
             reply(ledger, name, task_id="t", run_id="r")
         rate(ledger, "a", 1010.0)

@@ -24,13 +24,11 @@ def ledger(engine: Engine, clock: Clock) -> Ledger:
 
 @pytest.fixture
 def trim(ledger: Ledger) -> Trim:
-    """Trims to the bound and policy given."""
     epoch = ledger.training.take_epoch("trainer")
     return lambda most, **policy: ledger.training.trim(epoch, BatchRules(max_backlog=most, **policy))
 
 
 def give(ledger: Ledger, count: int = 1, *, source: str | None = None, **but: Any) -> None:
-    """Rewarded replies, committed."""
     for _ in range(count):
         said = exchange(**but)
         ledger.recording.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant, source=source)])
@@ -68,13 +66,6 @@ def test_a_tenant_with_little_loses_nothing_to_a_loud_one(ledger: Ledger, engine
     give(ledger, 20, tenant="loud")
     trim(6)
     assert Counter(row.tenant for row in in_state(engine, State.COMMITTED)) == {"loud": 4, "quiet": 2}
-
-
-def test_a_rater_with_little_loses_nothing_to_a_loud_one(ledger: Ledger, engine: Engine, trim: Trim) -> None:
-    give(ledger, 2, source="quiet")
-    give(ledger, 20, source="loud")
-    trim(6, max_rater_share=0.5)
-    assert {1, 2} <= {row.id for row in in_state(engine, State.COMMITTED)}
 
 
 def test_groups_expire_whole_and_those_that_wait_for_others_stay(ledger: Ledger, engine: Engine, trim: Trim) -> None:

@@ -34,13 +34,11 @@ def ledger(engine: Engine, clock: Clock) -> Ledger:
 
 @pytest.fixture
 def take(ledger: Ledger) -> Callable[..., list[Sample]]:
-    """Leases a batch of the size and policy given."""
     epoch = ledger.training.take_epoch("trainer")
     return lambda size, **policy: ledger.training.lease(epoch, size, BatchRules(**policy))
 
 
 def give(ledger: Ledger, *, commit: bool = True, **but: Any) -> str:
-    """A rewarded reply, committed; its msg_id."""
     said = exchange(**but)
     ledger.recording.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
     if commit:

@@ -178,7 +178,6 @@ def test_an_edit_that_comes_while_its_reply_is_leased_is_heeded_when_the_lease_e
 
 
 def leased_after(ledger: Ledger, told: Exchange, heard: list[Feedback]) -> list[str | None]:
-    """The edited answers of the choices, as the trainer gets them."""
     ledger.recording.record([told, feedback(msg_id=told.msg_id), *heard])
     ledger.recording.commit("acme")
     samples = ledger.training.lease(ledger.training.take_epoch("trainer"), len(told.experiences), BatchRules())

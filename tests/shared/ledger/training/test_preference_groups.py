@@ -29,14 +29,12 @@ def ledger(engine: Engine, now: list[float]) -> Ledger:
 
 @pytest.fixture
 def take(ledger: Ledger) -> Take:
-    """Leases a batch of at least so many."""
     epoch = ledger.training.take_epoch("trainer")
     policy = BatchRules(group_by="preference", any_reply=True)
     return lambda size=1, **but: ledger.training.lease(epoch, size, policy._replace(**but))
 
 
 def give(ledger: Ledger, *, commit: bool = True, **but: Any) -> str:
-    """A rewarded reply, committed; its msg_id."""
     said = exchange(**but)
     ledger.recording.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
     if commit:

@@ -36,7 +36,6 @@ ON_POSTGRESQL = pytest.mark.parametrize("place", [pytest.param("postgres", marks
 
 
 def run(ledger: Ledger, calls: int = 3, *, reward: float | None = 0.7, name: str = "1", **but: Any) -> list[str]:
-    """A run of so many calls, the last of which is rewarded and committed; their msg_ids."""
     said = [exchange(task_id="t", run_id=name, **but) for _ in range(calls)]
     ledger.recording.record(said)
     if reward is not None:
@@ -181,7 +180,6 @@ def test_another_trainer_sees_it_its_own_way(ledger: Ledger, engine: Engine, tak
 
 
 def between(engine: Engine, word: str, act: Callable[[], object]) -> None:
-    """Do something once, in another transaction, before the next statement that has the word."""
     waiting = [act]
 
     @event.listens_for(engine, "before_cursor_execute")

@@ -16,7 +16,6 @@ from tests.factories import (
     ids,
     leased,
     published,
-    rewarded,
     trained,
 )
 from tuneloop.shared.errors import LedgerError, StaleEpoch
@@ -72,12 +71,6 @@ def test_only_full_batches_are_leased(ledger: Ledger) -> None:
     assert ledger.reports.counts() == only(committed=3)
     assert len(ledger.training.lease(epoch, 3, BatchRules())) == 3
     assert ledger.training.lease(epoch, 1, BatchRules()) == []
-
-
-def test_only_what_is_committed_is_leased(ledger: Ledger) -> None:
-    rewarded(ledger)
-    ledger.recording.record([exchange(), exchange(experiences=(experience(drop_reason="cut off"),))])
-    assert ledger.training.lease(ledger.training.take_epoch("trainer"), 1, BatchRules()) == []
 
 
 def test_a_lease_names_its_epoch_and_its_end_and_can_be_extended(ledger: Ledger, engine: Engine) -> None:
@@ -216,7 +209,6 @@ def test_when_publishing_fails_nothing_is_registered(ledger: Ledger) -> None:
 def test_what_is_not_leased_cannot_be_trained_and_nothing_is_published(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, wrong: Any, at_once: int
 ) -> None:
-    """Named in one statement or in two."""
     epoch, samples = leased(ledger, 2)
     monkeypatch.setattr(database, "_PARAMETERS", at_once)
     with pytest.raises(LedgerError, match="version 1 was trained on 3 experiences, 2 are leased"):

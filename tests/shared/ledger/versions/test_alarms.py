@@ -13,12 +13,6 @@ def clocked(engine: Engine) -> Ledger:
     return Ledger(engine, clock=lambda: 50.0)
 
 
-def test_an_alarm_is_told_as_it_was_raised(clocked: Ledger) -> None:
-    alarm = Alarm("length", "replies got long", step=3, version=2, value=1.5, threshold=1.0, holds=True)
-    assert clocked.alarms.raise_alarm(alarm)
-    assert clocked.alarms.all() == [alarm._replace(raised_at=50.0)]
-
-
 def test_an_alarm_that_is_open_stays_as_it_is_and_takes_only_whether_it_holds(clocked: Ledger) -> None:
     first = Alarm("length", "replies got long", step=3, value=1.5)
     clocked.alarms.raise_alarm(first)

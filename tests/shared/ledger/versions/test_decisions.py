@@ -1,10 +1,8 @@
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine
 
 from tests.factories import trained
-from tests.shared.ledger.test_races import at_once
 from tuneloop.shared.errors import VersionRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
@@ -12,7 +10,6 @@ from tuneloop.shared.ledger.ledger import Ledger
 
 @pytest.fixture
 def made(ledger: Ledger) -> Ledger:
-    """Versions 0 and 1 have served, 2 serves, 3 waits."""
     ledger.versions.ensure_base(Path("/base"))
     for number in (1, 2, 3):
         trained(ledger)
@@ -128,15 +125,6 @@ def test_what_is_rejected_rolled_back_or_unknown_is_never_appointed(made: Ledger
         with pytest.raises(VersionRefused, match=why):
             made.versions.pin(version, instead_of=1, by="anna", reason="please")
     assert states(made) == ["retired", "champion", "rolled_back", "rejected"]
-
-
-def test_of_two_who_decide_at_once_one_is_heard(made: Ledger, engine: Engine) -> None:
-    asked = [
-        lambda version=version: made.versions.appoint(version, instead_of=2, by="two", reason="") for version in (0, 1)
-    ]  # type: ignore[misc]
-    done = at_once(*asked)
-    assert sum(isinstance(each, VersionRefused) for each in done) == 1
-    assert states(made).count("champion") == 1
 
 
 def test_a_pinned_version_stays_until_it_is_unpinned(made: Ledger) -> None:

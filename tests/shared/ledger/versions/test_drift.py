@@ -54,7 +54,6 @@ def test_the_same_name_at_two_tenants_is_two_raters(ledger: Ledger) -> None:
 
 
 def say(ledger: Ledger, count: int, *keys: str, value: float = 0.5, tenant: str = "acme") -> None:
-    """Each key rates so many replies."""
     said = [exchange(tenant=tenant) for _ in range(count)]
     by = [
         feedback(tenant=tenant, msg_id=each.msg_id, source=f"key:{key}", key=key, value=value)

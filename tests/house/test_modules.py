@@ -28,7 +28,6 @@ MEANINGS = {
     "models": "the model behind the replies, as it is trained or called",
     "operations": "what operators look at and do",
     "outbox": "records on disk until somebody has taken them, and what operators do with them",
-    "jobs": "fine-tuning jobs: policies that learn from a file",
     "policies": "what is trained apart on one base model, each with versions of its own",
     "proxy": "a request's way to an engine and back",
     "recording": "what is written into the ledger as it comes",

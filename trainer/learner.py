@@ -68,13 +68,7 @@ class Learner:
     Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others."""
 
     def __init__(
-        self,
-        settings: Settings,
-        *,
-        actor: Actor,
-        critic: Critic | None,
-        reference: Actor | None,
-        ranks: Ranks = ALONE,
+        self, settings: Settings, *, actor: Actor, critic: Critic | None, reference: Actor | None, ranks: Ranks = ALONE
     ) -> None:
         self.ranks, self.spoilt = ranks, False
         self.steps = 0
@@ -149,8 +143,10 @@ class Learner:
             for index_B, counts in self._micro_batches(batch, targets.units_B, self.ranks):
                 self.before_pass()
                 part = batch.rows(index_B)
-                if not counts:
-                    self._backward_nothing(part)
+                if not counts:  # What `_backward` asks of the other ranks, without a gradient.
+                    if self.critic is not None and self._page.critic_loss is not None:
+                        torch.autograd.backward(self.critic.values(part, self.ranks.sequence).sum() * 0)
+                    torch.autograd.backward(self.actor.score(part, self.ranks.sequence)[0].sum() * 0)
                     continue
                 goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
                 for name, value in self._backward(part, goals, totals).items():
@@ -246,13 +242,6 @@ class Learner:
         actor = self._page.actor_loss(self._algorithm, targets, logprobs_BR, entropy_BR, totals)
         torch.autograd.backward(actor.value * (1 - self.mixed.share) if self.mixed else actor.value)
         return {**metrics, **actor.metrics}
-
-    def _backward_nothing(self, batch: Batch) -> None:
-        """What `_backward` asks of the other ranks, without a gradient."""
-        if self.critic is not None and self._page.critic_loss is not None:
-            torch.autograd.backward(self.critic.values(batch, self.ranks.sequence).sum() * 0)
-        logprobs_BR, _ = self.actor.score(batch, self.ranks.sequence)
-        torch.autograd.backward(logprobs_BR.sum() * 0)
 
     @torch.no_grad()
     def _targets(

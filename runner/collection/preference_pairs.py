@@ -58,11 +58,7 @@ class HumanPreference:
 
 
 def arrange(
-    messages: Sequence[object],
-    a: tuple[str, str | None, str],
-    b: tuple[str, str | None, str],
-    *,
-    seed: int = 0,
+    messages: Sequence[object], a: tuple[str, str | None, str], b: tuple[str, str | None, str], *, seed: int = 0
 ) -> BlindPair:
     """Two answers, each (text, id of the reply, version), in an order that the seed and the question decide."""
     turns = tuple(chat_messages(list(messages)))

@@ -143,22 +143,16 @@ def _tool_calls(messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
                 answers.append(later)
         listed = message.get("tool_calls") or []
         for call, written in zip(calls_of(message), listed, strict=True):
-            answer = _answer_to(str(written.get("id") or ""), answers)
-            result = None if answer is None else text_of(answer.get("content"))
+            call_id, result = str(written.get("id") or ""), None
+            by_id = [each for each in answers if call_id and each.get("tool_call_id") == call_id]
+            if left := by_id or [each for each in answers if not call_id or not each.get("tool_call_id")]:
+                answers.remove(left[0])
+                result = text_of(left[0].get("content"))
             yield {
                 "tool": call.name,
                 "args": None if call.arguments is None else dict(call.arguments),
                 "result": result,
             }
-
-
-def _answer_to(call_id: str, answers: list[ChatMessage]) -> ChatMessage | None:
-    by_id = [each for each in answers if call_id and each.get("tool_call_id") == call_id]
-    left = by_id or [each for each in answers if not call_id or not each.get("tool_call_id")]
-    if not left:
-        return None
-    answers.remove(left[0])
-    return left[0]
 
 
 def _json(value: object) -> Any:
@@ -369,7 +363,10 @@ async def _run_agent(agent: Any, user_input: str) -> list[object]:
     """All that was said in the run, what the user said first."""
     remember = _memory_of(agent)
     before = len(await remember()) if remember else 0
-    question = _agentscope_message(user_input) if remember else user_input
+    module = sys.modules.get("agentscope.message") if remember else None
+    question: object = user_input
+    if module is not None:
+        question = module.Msg(name="user", content=[module.TextBlock(type="text", text=user_input)], role="user")
     answer = agent(question)
     if inspect.isawaitable(answer):
         answer = await answer
@@ -399,14 +396,6 @@ def _memory_of(agent: Any) -> Callable[[], Any] | None:
 
         return read_state
     return None
-
-
-def _agentscope_message(text: str) -> object:
-    """A user's message as agents of AgentScope take it; the text, where an agent that remembers is not one of those."""
-    module = sys.modules.get("agentscope.message")
-    if module is None:
-        return text
-    return module.Msg(name="user", content=[module.TextBlock(type="text", text=text)], role="user")
 
 
 _WORDS = frozenset({"comment", "demonstration", "label"})

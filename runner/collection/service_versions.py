@@ -97,11 +97,7 @@ class VersionsClient:
         return ask_service(self._client, "POST", f"{self._admin}/policies/{name}/{action}", json=more)
 
     def create_ab_test(
-        self,
-        version_a: int | str,
-        version_b: int | str,
-        *,
-        traffic_ratio: Mapping[AB, float] | None = None,
+        self, version_a: int | str, version_b: int | str, *, traffic_ratio: Mapping[AB, float] | None = None
     ) -> ABTest:
         """A test of two versions, or of policies by their names; `traffic_ratio` is {"a": 0.7, "b": 0.3}.
 

@@ -70,7 +70,11 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
         found = response.json()
         answer = found if isinstance(found, dict) else {}
     if response.is_success and "outcomes" in answer:
-        refused = _refusals(entries, answer)
+        outcomes, refused = answer["outcomes"] if isinstance(answer["outcomes"], dict) else {}, {}
+        for at, entry in enumerate(entries):
+            met = {outcomes.get(name) for name in names_of(entry)}
+            if reason := next((_REFUSALS[outcome] for outcome in _REFUSALS if outcome in met), None):
+                refused[at] = reason
         # The refused that share a name with another entry: of several outcomes the service says the weakest.
         entries_about = Counter(name for entry in entries for name in set(names_of(entry)))
         return Taken(
@@ -95,16 +99,6 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
 def names_of(entry: Entry) -> Sequence[str]:
     """What the service calls that which an entry is about: replies, or else a run."""
     return entry.get("msg_ids") or [f"{entry.get('task_id')}/{entry.get('run_id')}"]
-
-
-def _refusals(entries: Sequence[Entry], answer: Mapping[str, Any]) -> dict[int, str]:
-    outcomes = answer["outcomes"] if isinstance(answer["outcomes"], dict) else {}
-    refused = {}
-    for place, entry in enumerate(entries):
-        met = {outcomes.get(name) for name in names_of(entry)}
-        if reason := next((_REFUSALS[outcome] for outcome in _REFUSALS if outcome in met), None):
-            refused[place] = reason
-    return refused
 
 
 #: Seconds: between two looks for files of processes that ended; the first and the longest pause after a failure; and
@@ -193,7 +187,9 @@ class Sender:
                         with self._changed:
                             self._has_looked = True
                             self._changed.notify_all()
-                sent = self._send_next()
+                if (batch := self.outbox.next_batch()) is not None:
+                    refused = sum(self._deliver(entries) for entries in _posts(batch.entries))
+                    self.outbox.note_sent(batch, refused)
                 failures, self.trouble = 0, None
             except Exception as error:
                 if self.trouble is None:
@@ -204,7 +200,7 @@ class Sender:
                 self._rest(pause_s if retry_after_s is None else min(retry_after_s, _LONGEST_WAIT_S))
                 failures += 1
                 continue
-            if not sent:
+            if batch is None:
                 self._rest(_LOOK_S, until_put=True)
         self._end()
 
@@ -220,15 +216,6 @@ class Sender:
                 lambda: self._closing or self._hurry or (until_put and self.outbox.pending > 0), seconds
             )
             self._hurry = False
-
-    def _send_next(self) -> bool:
-        """Send a batch; whether there was one. Raises FeedbackAway if it must be sent again."""
-        batch = self.outbox.next_batch()
-        if batch is None:
-            return False
-        refused = sum(self._deliver(entries) for entries in _posts(batch.entries))
-        self.outbox.note_sent(batch, refused)
-        return True
 
     def _deliver(self, entries: Sequence[Entry]) -> int:
         """Send entries, in their order; return how many of them will never be taken."""

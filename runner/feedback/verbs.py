@@ -56,21 +56,12 @@ def subject_of(reply: object, choice: int | None = None) -> dict[str, Any]:
         if not reply:
             raise ValueError("an empty list names no reply")
         return {"msg_ids": [reply_id(each, choice) for each in reply]}
-    if (run := _run_in(reply)) is None:
+    task_id, run_id = _get(reply, "task_id"), _get(reply, "run_id")
+    if not (isinstance(task_id, str | int) and isinstance(run_id, str | int)) or _get(reply, "id") is not None:
         return {"msg_ids": [reply_id(reply, choice)]}
     if choice is not None:
         raise ValueError("choice: a whole run has no choices")
-    return run
-
-
-def _run_in(reply: object) -> dict[str, Any] | None:
-    if isinstance(reply, Mapping):
-        names = reply.get("task_id"), reply.get("run_id")
-        named = None in names or "id" in reply
-    else:
-        names = getattr(reply, "task_id", None), getattr(reply, "run_id", None)
-        named = not all(isinstance(each, str | int) for each in names)
-    return None if named else {"task_id": str(names[0]), "run_id": str(names[1])}
+    return {"task_id": str(task_id), "run_id": str(run_id)}
 
 
 def _id_in(reply: object) -> str:

@@ -95,19 +95,16 @@ def format_expected(value: object) -> str:
 
 def _prompt(data: Mapping[str, str], task: str) -> Prompt:
     # A judge that quotes the end of a thought, with a verdict after it, would seem to have ended its own there.
-    cut = {name: _truncate(text.replace("</think>", "</ think>")) for name, text in data.items()}
+    cut, half = {}, MAX_SHOWN // 2
+    for name, text in data.items():
+        # Half of a surrogate pair cannot be sent.
+        whole = text.replace("</think>", "</ think>").encode(errors="replace").decode()
+        left_out = f"\n[… {len(whole) - 2 * half} characters left out …]\n"
+        cut[name] = whole if len(whole) <= MAX_SHOWN else f"{whole[:half]}{left_out}{whole[-half:]}"
     # Whoever wrote the data would have to write a digest of what he writes.
     mark = hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
     shown = "\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in cut.items())
     return [{"role": "system", "content": _FAIR}, {"role": "user", "content": f"{shown}\n\n{task}"}]
-
-
-def _truncate(text: str) -> str:
-    text = text.encode(errors="replace").decode()  # half a surrogate pair cannot be sent
-    if len(text) <= MAX_SHOWN:
-        return text
-    half = MAX_SHOWN // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
 
 
 _OPENS, _CLOSES = "<think>", "</think>"

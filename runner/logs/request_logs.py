@@ -175,10 +175,7 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
 
 
 def read_stored_completions(
-    url: str,
-    *,
-    api_key: str | None = None,
-    metadata: Mapping[str, str] | None = None,
+    url: str, *, api_key: str | None = None, metadata: Mapping[str, str] | None = None
 ) -> Iterator[LoggedExchange]:
     """The stored completions of a service, the oldest first; `url` is the service's, without /v1.
 

@@ -58,11 +58,7 @@ def augment_tasks(
         counts.asked += each
         wanted = answers and parent.answer is not None
         shape = {**_QUESTION, "required": ["question", "answer"] if wanted else ["question"]}
-        schema = {
-            "type": "object",
-            "properties": {"tasks": {"type": "array", "items": shape}},
-            "required": ["tasks"],
-        }
+        schema = {"type": "object", "properties": {"tasks": {"type": "array", "items": shape}}, "required": ["tasks"]}
         prompt = variation_prompt(parent.question, parent.answer if wanted else None, each)
         try:
             rows = object_in(endpoint.ask(prompt, schema).text, "tasks")["tasks"]

@@ -374,12 +374,7 @@ def _require_answers(runs: Mapping[str, Run]) -> None:
 
 def _result(member: Member, run_id: str, **how: Any) -> RunResult:
     return RunResult(
-        step=member.step,
-        position=member.position,
-        member=member.member,
-        task_id=member.task_id,
-        run_id=run_id,
-        **how,
+        step=member.step, position=member.position, member=member.member, task_id=member.task_id, run_id=run_id, **how
     )
 
 

@@ -447,15 +447,8 @@ def service_settings(
         "checkpoint_root_dir": str(place.checkpoint_root_dir),
         "model": trained,
         "cluster": {"gpu_per_node": gpus},
-        "algorithm": {
-            "algorithm_type": algorithm.algorithm_type,
-            "optimizer": {"lr": algorithm.learning_rate},
-        },
-        "explorer": {
-            "listen_address": "127.0.0.1",
-            "proxy_port": place.port,
-            "rollout_model": rollout,
-        },
+        "algorithm": {"algorithm_type": algorithm.algorithm_type, "optimizer": {"lr": algorithm.learning_rate}},
+        "explorer": {"listen_address": "127.0.0.1", "proxy_port": place.port, "rollout_model": rollout},
         "trainer": {"save_interval": 1},
         "buffer": buffer,
         # The judge is the caller's own function: what it returns is what was meant.

@@ -35,13 +35,7 @@ from tuneloop.runner.tuning.config import (
 from tuneloop.runner.tuning.config_file import read_tune_file
 from tuneloop.runner.tuning.debugging import add_model_options, debug, task_at
 from tuneloop.runner.tuning.experiment import ExperimentFolder, Journal, JournalState, TaskPlan, tasks_of
-from tuneloop.runner.tuning.services import (
-    ServiceClient,
-    ServiceOpener,
-    ServiceOptions,
-    call_defaults,
-    find_command,
-)
+from tuneloop.runner.tuning.services import ServiceClient, ServiceOpener, ServiceOptions, call_defaults, find_command
 from tuneloop.runner.tuning.steps import StepLoop, evaluation_report, step_report
 from tuneloop.runner.tuning.views import TuneResult, View, open_view
 

@@ -116,8 +116,7 @@ def test_a_component_that_is_not_finite_is_an_error_that_names_it(value: float) 
 
 
 @pytest.mark.parametrize(
-    ("weights", "clip"),
-    [({}, None), ({"x": 1.0, "y": 1.0}, None), ({"x": math.nan}, None), ({"x": 1.0}, (1.0, 1.0))],
+    ("weights", "clip"), [({}, None), ({"x": 1.0, "y": 1.0}, None), ({"x": math.nan}, None), ({"x": 1.0}, (1.0, 1.0))]
 )
 def test_weights_and_clips_that_make_no_sense_are_refused(weights: dict[str, float], clip: Any) -> None:
     with pytest.raises(ValueError, match=r"weight|clip"):

@@ -17,10 +17,7 @@ from tuneloop.runner.judging.prompts import MAX_SHOWN
 
 FIVES = json.dumps(verdict(5))
 
-REPLY = Reply(
-    text="Use pandas.read_csv().",
-    messages=({"role": "user", "content": "How do I read a CSV file?"},),
-)
+REPLY = Reply(text="Use pandas.read_csv().", messages=({"role": "user", "content": "How do I read a CSV file?"},))
 
 
 @pytest.fixture(scope="module")

@@ -38,12 +38,7 @@ def sample(number: int = 0, **but: object) -> Sample:
 
 
 def commit(
-    ledger: Ledger,
-    samples: list[Sample],
-    *,
-    unsaid: Collection[int] = (),
-    source: str | None = None,
-    policy: int = 0,
+    ledger: Ledger, samples: list[Sample], *, unsaid: Collection[int] = (), source: str | None = None, policy: int = 0
 ) -> None:
     """Bring samples into the ledger the way that the explorer does. Nothing is said of the ids in `unsaid`."""
     for each in samples:

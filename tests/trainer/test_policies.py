@@ -72,10 +72,7 @@ def _other(adapted, tmp_path, name, **but):
 
 
 #: Of each policy: its options, and its rows.
-POLICIES = {
-    "one": ({}, range(100, 112)),
-    "two": ({"model.lora.rank": 2, "trainer.seed": 9} | GRPO, range(200, 212)),
-}
+POLICIES = {"one": ({}, range(100, 112)), "two": ({"model.lora.rank": 2, "trainer.seed": 9} | GRPO, range(200, 212))}
 
 
 @pytest.fixture

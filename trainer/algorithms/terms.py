@@ -225,13 +225,7 @@ def aggregate(algorithm: AlgorithmSettings, each_BR: Tensor, mask_BR: Tensor, to
 
 
 def gae(
-    rewards_BR: Tensor,
-    values_BR: Tensor,
-    mask_BR: Tensor,
-    ends_BR: Tensor | None = None,
-    *,
-    gamma: float,
-    lam: float,
+    rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor, ends_BR: Tensor | None = None, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv 1506.02438) over the action tokens only: (advantages, returns).
 

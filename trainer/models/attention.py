@@ -128,12 +128,7 @@ def _difference(network: PreTrainedModel) -> str | None:
 
 
 def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Queries of shape 1 x heads x positions x width; the answer has positions before heads."""
     if options.get("cu_seq_lens_q") is None:

@@ -105,7 +105,10 @@ class MasterAdamW:
 
     def add_up(self) -> None:
         """Add the gradients of all ranks to the masters'. What has one on no rank gets none."""
-        found = {name: self._gradient(name) for name in self._parameters}
+        found = {
+            name: self._sums[name].value if name in self._sums else None if each.grad is None else local_part(each.grad)
+            for name, each in self._parameters.items()
+        }
         shared = [name for name in found if not self._is_sharded(name)]
         if self._ranks.size > 1:
             there = torch.tensor([float(found[name] is not None) for name in shared])
@@ -160,17 +163,15 @@ class MasterAdamW:
         self._publish()
         for name, master in self._masters.items():
             if f"{_STEP}.{name}" in kept:
-                state = self._new_state(master)
+                if isinstance(self._adamw, EightBitAdamW):
+                    state = self._adamw.new_state(master)
+                else:  # What is fused counts its updates beside the weights.
+                    step = torch.zeros((), device=master.device)
+                    state = {_STEP: step} | {each: torch.zeros_like(master) for each in _MOMENTS}
                 state[_STEP].copy_(kept[f"{_STEP}.{name}"])
                 for moment in _MOMENTS:
                     self._restore_moment(name, moment, state, kept)
                 self._adamw.state[master] = state
-
-    def _new_state(self, master: nn.Parameter) -> dict[str, Tensor]:
-        if isinstance(self._adamw, EightBitAdamW):
-            return self._adamw.new_state(master)
-        # What is fused counts its updates beside the weights.
-        return {_STEP: torch.zeros((), device=master.device)} | {each: torch.zeros_like(master) for each in _MOMENTS}
 
     def _whole_moment(self, name: str, moment: str, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         parameter, scale = self._parameters[name], state.get(f"{moment}_scale")
@@ -202,12 +203,6 @@ class MasterAdamW:
 
     def _is_sharded(self, name: str) -> bool:
         return isinstance(self._parameters[name], DTensor)
-
-    def _gradient(self, name: str) -> Tensor | None:
-        if name in self._sums:
-            return self._sums[name].value
-        gradient = self._parameters[name].grad
-        return None if gradient is None else local_part(gradient)
 
     def _forget_parts(self) -> None:
         for name, parameter in self._parameters.items():

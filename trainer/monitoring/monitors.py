@@ -11,7 +11,6 @@ import json
 import re
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -297,7 +296,14 @@ class Monitors:
 
     def begin(self, learner: Learner) -> Metrics:
         """Go on from the learner as it was loaded. The base model is evaluated before its first step."""
-        self._history = drift.until(_read(self._file), learner.steps)
+        history = History()
+        try:
+            history = msgspec.json.decode(self._file.read_bytes(), type=History)
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.MsgspecError) as error:  # The baseline begins anew.
+            _log.warning("drift_not_read", path=str(self._file), reason=str(error))
+        self._history = drift.until(history, learner.steps)
         if self._held_out is not None:
             tasks = self._held_out.fingerprint
             step = learner.steps
@@ -400,14 +406,3 @@ class Monitors:
         except LedgerError as error:
             _log.warning("alarm_not_recorded", alarm=name, reason=str(error))
         self._history = msgspec.structs.replace(self._history, raised=open_now)
-
-
-def _read(file: Path) -> History:
-    """What was written; an empty history if there is none, or none that can be read: the baseline begins anew then."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=History)
-    except FileNotFoundError:
-        return History()
-    except (OSError, msgspec.MsgspecError) as error:
-        _log.warning("drift_not_read", path=str(file), reason=str(error))
-        return History()

@@ -94,8 +94,7 @@ def test_an_example_makes_a_step_with_a_model_that_was_taught_nothing(
 @pytest.mark.vllm
 @pytest.mark.usefixtures("attached")
 @pytest.mark.parametrize(
-    ("example", "place"),
-    [("math_agent", "agentscope2"), ("langchain_agent", "langchain"), ("openai_agents", "agents")],
+    ("example", "place"), [("math_agent", "agentscope2"), ("langchain_agent", "langchain"), ("openai_agents", "agents")]
 )
 def test_an_example_makes_a_step_in_the_environment_of_its_framework(
     example: str, place: str, start: Path, tmp_path: Path

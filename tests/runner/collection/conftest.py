@@ -1,4 +1,4 @@
-"""What the tests of collection share: explorers over engine doubles, one of them while a version is tried."""
+"""An explorer while a version is tried."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -8,10 +8,7 @@ import pytest
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.checkpoints import register
-from tests.explorer.conftest import double, doubles, explorer, places, running_explorer
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
-
-__all__ = ["double", "doubles", "explorer", "places", "running_explorer"]
 
 KEY = "a-key-that-nobody-guesses"
 

@@ -51,12 +51,7 @@ def test_a_tool_reward_counts_each_part() -> None:
 
 @pytest.mark.parametrize(
     "told",
-    [
-        (),
-        ("search",),
-        [{"type": "function", "function": {"name": "search"}}],
-        [{"type": "function", "name": "search"}],
-    ],
+    [(), ("search",), [{"type": "function", "function": {"name": "search"}}], [{"type": "function", "name": "search"}]],
 )
 def test_a_right_call_is_valid_however_the_tools_are_told(told: Any) -> None:
     wanted = (ToolCall("search", {"q": "invoice"}),)

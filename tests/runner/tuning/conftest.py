@@ -7,7 +7,6 @@ import pytest
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
-from tests.runner.models.conftest import double as double
 
 
 @pytest.fixture

@@ -229,13 +229,7 @@ def test_a_file_for_trinity_is_all_that_tune_needs(tmp_path: Path) -> None:
     assert found.checkpoint_root_dir == str(tmp_path)
     assert list(found.auxiliary_models) == ["auxiliary_0"]
     assert found.warning is not None
-    for word in (
-        "synchronizer",
-        "monitor_type: swanlab",
-        "storage_type: queue",
-        "taskset.format",
-        "default_workflow",
-    ):
+    for word in ("synchronizer", "monitor_type: swanlab", "storage_type: queue", "taskset.format", "default_workflow"):
         assert word in found.warning
     place = ServicePlace(project="AgentScope", name="MathAgent", checkpoint_root_dir=tmp_path)
     settings = loaded(tmp_path, service_settings(found.model, found.algorithm, place, gpus=0, over=found.settings))
@@ -279,10 +273,7 @@ def test_our_own_file_keeps_what_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (
-            "algorithm: {algorithm_type: opmd}",
-            r"algorithm_type: 'opmd': there is none here; the nearest is grpo",
-        ),
+        ("algorithm: {algorithm_type: opmd}", r"algorithm_type: 'opmd': there is none here; the nearest is grpo"),
         ("a: [", r"config\.yaml: this is not YAML"),
         ("- a", "this is not a mapping of options"),
         ("buffer: {explorer_input: {taskset: {split: train}}}", "taskset: path is missing"),

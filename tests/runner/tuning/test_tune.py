@@ -92,11 +92,7 @@ def test_plain_functions_run_in_threads_at_once(url: str, double: ServiceDouble,
 
 
 def test_a_step_of_which_nothing_is_learnt_is_said_and_passed_over(
-    url: str,
-    double: ServiceDouble,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    url: str, double: ServiceDouble, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tuneloop.runner.tuning.views.importlib.util.find_spec", lambda name: None)  # no tensorboardX
     double.learns_nothing = True

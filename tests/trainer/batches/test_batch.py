@@ -60,10 +60,7 @@ def test_micro_batches_that_are_padded_keep_to_the_budget_with_their_padding():
 
 def test_sequences_of_one_unit_stay_together():
     lengths, units = torch.tensor([3, 9, 4, 1, 20, 5]), torch.tensor([0, 1, 0, 2, 1, 2])
-    for parts in (
-        micro_batches(lengths, 12, units),
-        mini_batches(6, 2, units, torch.Generator().manual_seed(0)),
-    ):
+    for parts in (micro_batches(lengths, 12, units), mini_batches(6, 2, units, torch.Generator().manual_seed(0))):
         assert sorted(int(row) for part in parts for row in part) == list(range(6))
         assert len(parts) > 1
         for unit in range(3):

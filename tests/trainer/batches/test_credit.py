@@ -113,9 +113,7 @@ def test_feedback_on_two_calls_and_their_run_is_paid_as_the_documentation_says(e
     ledger.recording.record([first, second, *said, feedback(msg_id=None, value=1.0, **run)])
     ledger.recording.commit("acme")
     calls = _calls(
-        ledger.training.lease(ledger.training.take_epoch("trainer"), 2, BatchRules()),
-        credit=credit,
-        turn_discount=0.5,
+        ledger.training.lease(ledger.training.take_epoch("trainer"), 2, BatchRules()), credit=credit, turn_discount=0.5
     )
     assert calls.paid_BR[0, [1, 4]].tolist() == pytest.approx(paid)
     assert calls.paid_BR.sum().item() == pytest.approx(sum(paid))

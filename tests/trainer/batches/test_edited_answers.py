@@ -163,11 +163,7 @@ def test_an_answer_stands_in_the_channel_where_the_template_puts_it(spelled: Spe
 @pytest.mark.parametrize(
     ("template", "prompt", "target"),
     [
-        (
-            "qwen3",
-            QWEN,
-            EMPTY + 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
-        ),
+        ("qwen3", QWEN, EMPTY + 'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'),
         (
             "qwen3_5",
             QWEN + "<think>\n",

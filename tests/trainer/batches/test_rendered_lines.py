@@ -58,10 +58,7 @@ def test_each_answer_stands_where_the_template_puts_it(chatml):
     begin = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
     assert texts(chatml(), *turns) == [
         (begin, "2<|im_end|>"),
-        (
-            f"{begin}2<|im_end|>\n<|im_start|>user\n+1?<|im_end|>\n<|im_start|>assistant\n",
-            '{"sum": 3}<|im_end|>',
-        ),
+        (f"{begin}2<|im_end|>\n<|im_start|>user\n+1?<|im_end|>\n<|im_start|>assistant\n", '{"sum": 3}<|im_end|>'),
     ]
 
 

@@ -40,12 +40,7 @@ KEPT = 12
 #: A rank that hangs is given up after so long in a scenario that is "slow", in which rank 0 takes longer.
 STUCK_S, SLOW_S = 5.0, 8.0
 #: What differs from run to run, or with what a process was told of its memory.
-OF_THE_MACHINE = {
-    "time/train_step",
-    "time/yielded",
-    "perf/tokens_per_second",
-    "perf/memory_peak",
-}
+OF_THE_MACHINE = {"time/train_step", "time/yielded", "perf/tokens_per_second", "perf/memory_peak"}
 
 
 class MeanRanks(JoinedRanks):

@@ -71,11 +71,7 @@ def test_a_commit_that_a_kill_kept_from_the_journal_is_waited_for(
     journal = first.folder / "tune" / "journal.jsonl"
     lines = journal_of(first.folder)
     place = next(place for place, line in enumerate(lines) if line["event"] == "committed")
-    assert lines[place - 1] == {
-        "event": "committing",
-        "step": 0,
-        "before": {"model": {"newest": 0, "served": 0}},
-    }
+    assert lines[place - 1] == {"event": "committing", "step": 0, "before": {"model": {"newest": 0, "served": 0}}}
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines[:place]))
     # What the commit began is still going on.
     double.version, double.trainer_up = 0, False

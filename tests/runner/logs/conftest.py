@@ -1,5 +1,0 @@
-"""What the tests of logs share: explorers over engine doubles."""
-
-from tests.explorer.conftest import double, doubles, explorer, places, running_explorer
-
-__all__ = ["double", "doubles", "explorer", "places", "running_explorer"]

@@ -84,7 +84,7 @@ FLAGS: Mapping[str, FlagRule] = {
         FlagEffect.REFUSED, None, "a chat template is a program, and clients would bring theirs; leave it out"
     ),
     "--trust-remote-code": FlagRule(FlagEffect.REFUSED, None, "write model.trust_remote_code"),
-    "--allowed-media-domains": FlagRule(FlagEffect.REFUSED, None, "write explorer.allowed_media_domains"),
+    "--allowed-media-domains": FlagRule(FlagEffect.REFUSED, None, "clients send files as data: URLs; leave it out"),
     "--allowed-local-media-path": FlagRule(
         FlagEffect.REFUSED, None, "clients would read files of this machine; leave it out"
     ),
@@ -164,7 +164,6 @@ _SETTINGS = {
     "--max-model-len": "model.max_model_len",
     "--served-model-name": "model.served_model_name",
     "--trust-remote-code": "model.trust_remote_code",
-    "--allowed-media-domains": "explorer.allowed_media_domains",
     "--gpu-memory-utilization": "explorer.rollout_model.gpu_memory_utilization",
     "--kv-cache-memory-bytes": "explorer.rollout_model.kv_cache_memory_bytes",
 }

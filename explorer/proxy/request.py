@@ -40,7 +40,7 @@ from tuneloop.explorer.http.bodies import (
     wrong_type,
 )
 from tuneloop.explorer.limits import RequestMeter
-from tuneloop.explorer.proxy.media import MediaFetcher, with_own_uuids
+from tuneloop.explorer.proxy.media import refuse_remote_files, with_own_uuids
 from tuneloop.explorer.proxy.side_requests import device_of, is_side_request
 from tuneloop.explorer.recorder import CaptureChoice
 from tuneloop.explorer.transcript import ReplyIdSigner, Sampling
@@ -151,6 +151,11 @@ class Labels(NamedTuple):
     ignored: tuple[str, ...] = ()
     trace_id: str | None = None
 
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """By which a trace of another tool finds the reply."""
+        return self.task_id, self.run_id, self.trace_id
+
 
 class Request(NamedTuple):
     """A parsed request. `started` is monotonic, `received_at` seconds since 1970.
@@ -258,7 +263,6 @@ class RequestParser:
         # External engines may have other defaults, and then a reply would not be a sample of the policy as we assume.
         defaults = vllm.NEUTRAL_SAMPLING | {"temperature": settings.model.temperature}
         self._defaults = defaults if rollout.engine_urls else {}
-        self._media = MediaFetcher(frozenset(explorer.allowed_media_domains), max_bytes=explorer.max_body_bytes)
         self._holds_tools = engine_flags.holds_tools(rollout.engine_args, rollout.tool_call_parser)
 
     async def parse(self, dialect: Dialect, raw: ClientRequest, started: float) -> Request:
@@ -281,7 +285,8 @@ class RequestParser:
         upstream, unreadable = dialects.with_readable_calls(upstream)
         upstream, clamped = await self._clamp(body, upstream)
         if any(word in raw_body for word in _MEDIA_WORDS):
-            upstream = with_own_uuids(await self._media.inline(upstream, raw.meter.hold), caller.tenant)
+            refuse_remote_files(upstream)
+            upstream = with_own_uuids(upstream, caller.tenant)
         if (choices := dialect.count_choices(upstream)) > self._max_choices:
             reason = f"a request may ask for {self._max_choices} choices, and this one asks for {choices}"
             raise RequestRefused(reason, code="too_many_choices", param="n")
@@ -289,7 +294,6 @@ class RequestParser:
             reason = f"a prompt may have {_MOST_OF_A_PROMPT} choices; ask several times for more"
             raise RequestRefused(reason, code="too_many_choices", param="n")
         labels = labels_of(upstream, raw.run, train=tenant.train)
-        names = labels.task_id, labels.run_id, labels.trace_id
         drop_reason = None if labels.train else "opt_out"
         consents = (said := raw.header(_TRAIN_HEADER)) is None or coerce_bool(said, _TRAIN_HEADER.decode())
         if not self._pins.aliases.get(alias or "", True) or not consents:
@@ -344,7 +348,7 @@ class RequestParser:
             prefix_hashes=hash_prefixes(upstream) if self._prefix_affinity else (),
             route=route,
             model=str(body.get("model") or ""),
-            traces=trace_keys(*names, raw.header(b"x-request-id"), traceparent=raw.header(b"traceparent")),
+            traces=trace_keys(*labels.names, raw.header(b"x-request-id"), traceparent=raw.header(b"traceparent")),
             merged_turns=merged_turns,
             is_retry=raw.header(_RETRIES) not in (None, "0"),
             not_stored=not_stored,

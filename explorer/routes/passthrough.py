@@ -15,7 +15,7 @@ from tuneloop.explorer.engines.fleet import Fleet, PinParser
 from tuneloop.explorer.engines.model_routes import JobNotOver, PolicyView, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, check_template, parse_object, read_bytes
 from tuneloop.explorer.limits import Admission, tokens_of
-from tuneloop.explorer.proxy.media import remote_files, with_own_uuids
+from tuneloop.explorer.proxy.media import refuse_remote_files, with_own_uuids
 from tuneloop.shared.errors import EngineError, RequestRefused
 from tuneloop.shared.experience import JobState
 
@@ -100,7 +100,7 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         data = as_utf8(await read_bytes(request, max_bytes=min(max_body_bytes, _MAX_TEXT_BYTES)))
         parsed = parse_object(data)
         check_template(parsed)
-        remote_files(parsed, frozenset())
+        refuse_remote_files(parsed)
         caller, turns = caller_of(request.scope), request.app.state.services.proxy.system_turns
         merge = turns.merge_counted if request.url.path == _COUNT else turns.merge
         merged, count = await merge(parsed)

@@ -54,6 +54,7 @@ _REMOVED: Mapping[str, str] = {
         ("monitor.evaluation.samples", "all tasks of the file are asked. Shorten it, and delete the line"),
         ("explorer.max_stored_bytes_per_key", "retention bounds what is stored. Delete the line"),
         ("explorer.min_running_model_num", "use rollout.mode: rolling, which keeps an engine answering"),
+        ("explorer.allowed_media_domains", "clients send files as data: URLs. Delete the line"),
         ("explorer.durability", "it is always 'fsync'. Delete the line"),
         ("explorer.spool_max_age", "it is always a day. Delete the line"),
         ("explorer.spool_dir", "use explorer.outbox_dir, a folder of its own"),

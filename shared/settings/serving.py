@@ -314,11 +314,6 @@ class ExplorerSettings(Section):
     max_connections: Positive | None = None
     """Connections to one worker; for one more the longest idle one is closed. null: as many as its open files allow.
     _Serve._"""
-    allowed_media_domains: tuple[str, ...] = ()
-    """Hosts from which the explorer fetches images, sounds and films that clients name by URL, [for the
-    engine](operations.md#files-from-urls), which fetches none. Redirects are not followed, and a name that stands for a
-    private address is refused, unless the address itself is named here. Files in the request itself, as `data:` URLs,
-    are always taken, other URLs are refused with 400. _Serve._"""
     admin_key: HardToGuess | None = None
     """A [key](keys.md), of [the page](ui.md) too, with the scope `admin` that is never listed nor revoked, at least 16
     characters of ASCII; null: there is none. Better set by `TUNELOOP__EXPLORER__ADMIN_KEY`. _Serve._"""

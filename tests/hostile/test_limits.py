@@ -20,7 +20,7 @@ from tuneloop.explorer.feedback import events, routes
 from tuneloop.explorer.http import bodies
 from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
-from tuneloop.explorer.proxy import media, request
+from tuneloop.explorer.proxy import request
 from tuneloop.explorer.routes import admin, files, fine_tuning, passthrough, stored_completions
 from tuneloop.explorer.ui import site
 from tuneloop.shared import logging
@@ -53,8 +53,6 @@ FIXED: dict[str, object] = {
     "how long the database has taken nothing": ExplorerSettings.outbox_max_age,
     "what a client does not read": None,
     "an answer over 64 KiB of which its client reads nothing, whole or streamed": ConnectionLimits.read_timeout_s,
-    "[files that a request names by URL](operations.md#files-from-urls)": media.MAX_FILES,
-    "how long they may take to come": media.FETCH_TIMEOUT_S,
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
     "such texts that a worker has an engine read at once": 1,
     "such texts waiting for that": passthrough._MAX_WAITING,
@@ -130,7 +128,7 @@ def test_a_bound_is_the_one_in_the_code(what: str) -> None:
 
 def test_no_bound_is_forgotten() -> None:
     assert FIXED.keys() <= table().keys()
-    limits = re.compile(r"explorer\.(max_|head_|body_|wait_|request_|outbox_max_|allowed_media_)\w+")
+    limits = re.compile(r"explorer\.(max_|head_|body_|wait_|request_|outbox_max_)\w+")
     named = {each.setting for each in table().values()}
     assert {key for key, _ in options() if limits.fullmatch(key)} <= named
 
@@ -183,9 +181,6 @@ BEYOND: dict[str, Callable[[Beyond], Any]] = {
     "how deep a body is nested": lambda to: to.post(CHAT, b'{"a":' + b"[" * to.more + b"]" * to.more + b"}"),
     "objects and lists in a body": lambda to: to.post(CHAT, b'{"a":[' + b"[]," * to.more + b"0]}"),
     "values in a body": lambda to: to.post(CHAT, b'{"a":[' + b"0," * to.more + b"0]}"),
-    "domains that images and other media are read from": lambda to: to.post(
-        CHAT, HELLO | {"messages": [{"role": "user", "content": [_IMAGE]}]}
-    ),
     "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": lambda to: to.post(
         "/tokenize", b" " * to.more
     ),

@@ -10,8 +10,7 @@ import pytest
 from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
 from tuneloop.explorer.engines.vllm import command
-from tuneloop.explorer.proxy.media import is_public, remote_files, with_own_uuids
-from tuneloop.shared.errors import RequestRefused
+from tuneloop.explorer.proxy.media import refuse_remote_files, with_own_uuids
 
 METADATA = "http://169.254.169.254/latest/meta-data"
 DATA = "data:image/png;base64,aGk="
@@ -30,24 +29,6 @@ def explorer(tmp_path_factory: pytest.TempPathFactory, engine: EngineDouble) -> 
 
 def chat(part: dict[str, Any]) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}]}
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        *("10.0.0.1", "127.0.0.1", "169.254.169.254", "192.168.1.1", "100.64.0.1", "0.0.0.0", "224.0.0.1", "240.0.0.1"),
-        *("::1", "::", "::ffff:10.0.0.1", "::ffff:8.8.8.8", "fe80::1", "fc00::1", "fec0::1", "ff02::1", "2001:db8::1"),
-        *("64:ff9b::a00:1", "64:ff9b::808:808", "64:ff9b:1::a00:1", "::a00:1", "::808:808", "2002:a00:1::1", "100::1"),
-        *("2001:0:a00:1::1", "5f00::1", "4000::1"),
-    ],
-)
-def test_what_leads_into_somebodys_own_network_is_not_public(address: str) -> None:
-    assert not is_public(address)
-
-
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "2a00:1450:4001::1"])
-def test_everybodys_network_is_public(address: str) -> None:
-    assert is_public(address)
 
 
 @pytest.mark.parametrize("url", [METADATA, "file:///etc/passwd", "ftp://x/y", "//x/y", "HTTP://X/", " http://x/"])
@@ -73,7 +54,7 @@ def test_nor_for_the_other_endpoints(explorer: RunningExplorer) -> None:
     for path, body in (("/v1/messages", messages), ("/v1/responses", responses)):
         answer = explorer.http.post(path, json=body)
         assert answer.status_code == 400
-        assert "allowed_media_domains" in answer.json()["error"]["message"]
+        assert "send them as `data:` URLs" in answer.text
 
 
 def test_an_escape_hides_no_field(explorer: RunningExplorer) -> None:
@@ -85,12 +66,12 @@ def test_an_escape_hides_no_field(explorer: RunningExplorer) -> None:
 
 
 def test_what_is_in_the_request_passes_and_what_a_tool_is_called_with() -> None:
-    assert remote_files(chat({"type": "image_url", "image_url": {"url": DATA}}), frozenset()) == []
+    refuse_remote_files(chat({"type": "image_url", "image_url": {"url": DATA}}))
     call = {"function": {"name": "fetch", "arguments": f'{{"url": "{METADATA}"}}'}}
-    assert remote_files({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}, frozenset()) == []
-    assert remote_files(chat({"type": "text", "text": METADATA, "url": METADATA}), frozenset()) == []
+    refuse_remote_files({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
+    refuse_remote_files(chat({"type": "text", "text": METADATA, "url": METADATA}))
     use = {"type": "tool_use", "input": {"image_url": METADATA, "source": {"url": METADATA}}}
-    assert remote_files(chat(use), frozenset()) == []
+    refuse_remote_files(chat(use))
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/messages/count_tokens"])
@@ -153,18 +134,8 @@ def test_tenants_share_no_name_and_what_has_none_is_left_as_it_is() -> None:
 
 def test_an_engine_is_told_to_fetch_nothing(tmp_path: Path) -> None:
     """Without a domain vLLM fetches from everywhere, also for a route of its own that nobody has thought of."""
-    for domains in ([], ["cdn.shop.example"]):
-        arguments = command(
-            settings_for(tmp_path, allowed_media_domains=domains), model=tmp_path, socket=tmp_path / "s"
-        )
-        assert arguments[arguments.index("--allowed-media-domains") + 1] == "none.invalid"
-        assert "cdn.shop.example" not in arguments
-
-
-@pytest.mark.parametrize("url", ["https://cdn.evil/x", "https://evil/#cdn", "https://cdn@evil/", "https://cdn:x@evil/"])
-def test_a_url_that_only_looks_like_an_allowed_one_is_refused(url: str) -> None:
-    with pytest.raises(RequestRefused):
-        remote_files(chat({"type": "image_url", "image_url": url}), frozenset({"cdn"}))
+    arguments = command(settings_for(tmp_path), model=tmp_path, socket=tmp_path / "s")
+    assert arguments[arguments.index("--allowed-media-domains") + 1] == "none.invalid"
 
 
 def test_a_chat_template_of_a_clients_is_run_nowhere(explorer: RunningExplorer, engine: EngineDouble) -> None:

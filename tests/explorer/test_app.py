@@ -1,9 +1,10 @@
 """What only the parts put together by hand, or another database, can show."""
 
 import asyncio
+import itertools
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,9 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 from uvicorn.server import ServerState
 
 from tests.doubles import postgres
@@ -20,17 +24,19 @@ from tests.doubles.engine import CHAT, EngineDouble
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, eventually, explorer_running, settings_for
 from tests.explorer.whole import create_app
+from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.dialects.dialect import ChatDialect
 from tuneloop.explorer.edge import Edge, Http11
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.vllm import EngineControl, open_session
-from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.metrics import VERSIONS_SHOWN, Metrics, ProcessTotals, process_samples
 from tuneloop.explorer.proxy.proxy import Proxy
 from tuneloop.explorer.recorder import OutboxLimits, Recorder
 from tuneloop.explorer.routes.passthrough import remembered_context_length
 from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.runner.outbox import Outbox
+from tuneloop.shared.errors import EnvironmentRefused, LedgerUnavailable
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.reports import Reports
@@ -183,3 +189,198 @@ def test_a_bug_in_a_periodic_task_is_counted_and_the_service_goes_on(tmp_path: P
         assert httpx.get(url + "/health", timeout=60).status_code == 200
     assert failures == []
     ledger.close()
+
+
+# The one loop of all periodic tasks: what passes is logged twice, a bug is counted, and either way it goes on.
+
+
+def turns(*outcomes: Exception | float | None) -> tuple[list[float], Callable[[], Awaitable[float | None]]]:
+    """A turn that ends in these ways, one after the other, and then waits; and when each began."""
+    began: list[float] = []
+    left = list(outcomes)
+
+    async def turn() -> float | None:
+        began.append(asyncio.get_running_loop().time())
+        if not left:
+            await asyncio.Event().wait()
+        outcome = left.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return began, turn
+
+
+async def run(*outcomes: Exception | float | None, seconds: float = 0.0) -> tuple[list[float], Metrics]:
+    """Let the loop come to the turn after these, then cancel it."""
+    metrics = Metrics()
+    began, turn = turns(*outcomes)
+    running = asyncio.ensure_future(every(seconds, turn, task="retention", metrics=metrics))
+    async with asyncio.timeout(60):
+        while len(began) <= len(outcomes) and not running.done():  # noqa: ASYNC110 - the loop itself has no event
+            await asyncio.sleep(0.001)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    return began, metrics
+
+
+def failures(metrics: Metrics) -> float | None:
+    return metrics.registry.get_sample_value("tuneloop_background_failures_total", {"task": "retention"})
+
+
+async def test_a_bug_is_logged_with_its_traceback_and_counted_and_the_next_turn_comes() -> None:
+    with capture_logs() as logs:
+        _, metrics = await run(RuntimeError("a bug"), KeyError("another"), None)
+    assert failures(metrics) == 2
+    assert [(each["event"], each["task"], each["exc_info"]) for each in logs] == [
+        ("background_task_failed", "retention", True)
+    ] * 2
+
+
+async def test_a_task_without_bugs_has_a_count_of_zero() -> None:
+    _, metrics = await run(None)
+    assert failures(metrics) == 0
+
+
+async def test_a_database_that_is_away_is_logged_when_it_begins_and_when_it_is_over() -> None:
+    away = LedgerUnavailable("no answer")
+    with capture_logs() as logs:
+        _, metrics = await run(None, away, away, away, None, None, away)
+    assert [each["event"] for each in logs] == ["database_away", "database_back", "database_away"]
+    assert failures(metrics) == 0
+
+
+async def test_a_turn_may_say_when_the_next_one_is_due() -> None:
+    began, _ = await run(0.0, 0.2, None, seconds=0.05)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(began)]
+    assert pauses[1] >= 0.19
+    assert pauses[2] >= 0.04
+
+
+async def test_what_no_turn_cures_ends_the_task() -> None:
+    _, turn = turns(EnvironmentRefused("another experiment's database"))
+    with pytest.raises(EnvironmentRefused):
+        await every(0.0, turn, task="retention", metrics=Metrics())
+
+
+# Metrics of several processes, added up.
+
+
+def collected(totals: ProcessTotals) -> dict[tuple[str, str], float]:
+    """What /metrics says, by name and labels."""
+    text = generate_latest(totals).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {(sample.name, ",".join(sample.labels.values())): sample.value for sample in samples}
+
+
+def worker(requests: int, *, version: int = 0, in_flight: int = 0) -> CollectorRegistry:
+    metrics = Metrics()
+    for _ in range(requests):
+        metrics.count_request("/chat", 200, version, 0.02)
+    metrics.in_flight.set(in_flight)
+    return metrics.registry
+
+
+def test_what_workers_count_is_added_up() -> None:
+    own = Metrics()
+    own.outbox_refused.inc()
+    totals = ProcessTotals(own.registry)
+    totals.update(0, process_samples(worker(3, in_flight=1)))
+    totals.update(1, process_samples(worker(4, version=1, in_flight=2)))
+    found = collected(totals)
+    assert found["tuneloop_requests_total", "/chat,200,0"] == 3
+    assert found["tuneloop_requests_total", "/chat,200,1"] == 4
+    assert found["tuneloop_request_seconds_count", "/chat"] == 7
+    assert found["tuneloop_request_seconds_bucket", "/chat,0.01"] == 0
+    assert found["tuneloop_request_seconds_bucket", "/chat,0.025"] == 7
+    assert found["tuneloop_requests_in_flight", ""] == 3
+    assert found["tuneloop_outbox_refused_total", ""] == 1
+
+
+def test_gauges_of_the_service_are_the_control_processs_alone() -> None:
+    own, other = Metrics(), Metrics()
+    own.version_served.set(7)
+    other.version_served.set(3)
+    totals = ProcessTotals(own.registry)
+    totals.update(0, process_samples(other.registry))
+    assert collected(totals)["tuneloop_version_served", ""] == 7
+
+
+def test_a_workers_latest_count_takes_the_place_of_the_one_before() -> None:
+    totals = ProcessTotals(Metrics().registry)
+    for requests in (3, 5):
+        totals.update(0, process_samples(worker(requests)))
+    assert collected(totals)["tuneloop_requests_total", "/chat,200,0"] == 5
+
+
+def test_no_counter_falls_when_a_worker_dies_and_its_gauges_go() -> None:
+    totals = ProcessTotals(Metrics().registry)
+    for serial in range(3):
+        totals.update(serial, process_samples(worker(2, in_flight=4)))
+        totals.retire(serial)
+    totals.retire(3)  # it died before it counted anything
+    totals.update(4, process_samples(worker(1, in_flight=1)))
+    found = collected(totals)
+    assert found["tuneloop_requests_total", "/chat,200,0"] == 7
+    assert found["tuneloop_requests_in_flight", ""] == 1
+
+
+def test_names_and_labels_are_those_of_one_process() -> None:
+    metrics = Metrics()
+    metrics.count_request("/chat", 200, 0, 0.02)
+    alone = {(name, labels) for name, labels in collected(ProcessTotals(metrics.registry))}
+    totals = ProcessTotals(Metrics().registry)
+    totals.update(0, process_samples(worker(1)))
+    assert set(collected(totals)) == alone
+
+
+def test_of_an_engine_that_was_ended_nothing_is_said_any_more() -> None:
+    metrics = Metrics()
+    for gauge in (metrics.last_good_probe, metrics.has_fingerprint):
+        for engine in ("0", "1"):
+            gauge.labels(engine).set(1)
+    for _ in range(2):
+        metrics.forget_engine(1)
+    found = collected(ProcessTotals(metrics.registry))
+    for name in ("tuneloop_engine_last_good_probe_timestamp_seconds", "tuneloop_engine_fingerprint"):
+        assert [engine for each, engine in found if each == name] == ["0"]
+
+
+def versions_in(totals: ProcessTotals) -> set[str]:
+    """The versions that /metrics tells the requests of."""
+    return {labels.split(",")[2] for name, labels in collected(totals) if name == "tuneloop_requests_total"}
+
+
+def test_of_many_versions_those_counted_last_have_series() -> None:
+    metrics = Metrics()
+    for version in range(1, 3 * VERSIONS_SHOWN):
+        metrics.count_request("/chat", 200, 0, 0.02)  # the champion for long
+        metrics.count_request("/chat", 200, version, 0.02)
+        metrics.count_reply(version, "whole")
+    found = collected(ProcessTotals(metrics.registry))
+    newest = {str(version) for version in range(3 * VERSIONS_SHOWN - VERSIONS_SHOWN + 1, 3 * VERSIONS_SHOWN)}
+    assert versions_in(ProcessTotals(metrics.registry)) == {"0", *newest}
+    assert found["tuneloop_requests_total", "/chat,200,0"] == 3 * VERSIONS_SHOWN - 1
+    assert len([name for name, _ in found if name == "tuneloop_replies_total"]) == VERSIONS_SHOWN
+    assert found["tuneloop_request_seconds_count", "/chat"] == 2 * (3 * VERSIONS_SHOWN - 1)
+
+
+def test_no_version_falls_while_one_process_tells_of_it_and_another_no_more() -> None:
+    forgetful, other, totals = Metrics(), Metrics(), ProcessTotals(Metrics().registry)
+    for metrics in (forgetful, other):
+        metrics.count_request("/chat", 200, 0, 0.02)
+        totals.update(id(metrics), process_samples(metrics.registry))
+    for version in (*range(1, 1 + VERSIONS_SHOWN), 0):
+        forgetful.count_request("/chat", 200, version, 0.02)
+        totals.update(id(forgetful), process_samples(forgetful.registry))
+        assert collected(totals)["tuneloop_requests_total", "/chat,200,0"] == (2 if version else 3)
+
+
+def test_versions_that_no_process_tells_of_are_forgotten_in_the_end() -> None:
+    metrics, totals = Metrics(), ProcessTotals(Metrics().registry)
+    for version in range(3 * VERSIONS_SHOWN):
+        metrics.count_request("/chat", 200, version, 0.02)
+        totals.update(0, process_samples(metrics.registry))
+        assert len(versions_in(totals)) <= 2 * VERSIONS_SHOWN
+    assert versions_in(totals) == {str(version) for version in range(VERSIONS_SHOWN, 3 * VERSIONS_SHOWN)}

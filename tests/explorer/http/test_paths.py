@@ -5,6 +5,8 @@ import pytest
 from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tuneloop.explorer.http.errors import error_response, refusal_of
+from tuneloop.shared.errors import LedgerForbidden, LedgerUnavailable, TuneloopError
 from tuneloop.shared.experience import Scope
 from tuneloop.shared.ledger.keys import KeyGrant
 
@@ -79,3 +81,17 @@ def test_listed_pages_may_ask_the_model_and_nothing_else(
         assert answer.status_code == 403
         assert "access-control-allow-origin" not in answer.headers
         assert explorer.http.options(path, headers=asks | {"Origin": origin}).status_code in (403, 405)
+
+
+# What a client is told of what went wrong, and what not.
+
+
+SECRETS = 'connection to server at "db.internal" (10.0.0.7), user "trainer" failed; /data/job/ledger.db'
+
+
+@pytest.mark.parametrize("error", [LedgerUnavailable(SECRETS), LedgerForbidden(SECRETS), TuneloopError(SECRETS)])
+def test_no_error_names_what_is_the_operators(error: Exception) -> None:
+    refusal = refusal_of(error)
+    body = bytes(error_response(refusal, "/commit", None).body).decode()
+    assert not [word for word in ("db.internal", "10.0.0.7", "trainer", "/data") if word in body]
+    assert refusal.status in {500, 503}

@@ -21,7 +21,7 @@ RUN_BY = {
     "docs/data.md": "tests/cli/data/test_data_page.py",
     "docs/feedback_client.md": "tests/runner/feedback/test_feedback_docs.py",
     "docs/files.md": "tests/documents/test_python.py",
-    "docs/fine_tuning.md": "tests/explorer/finetuning/test_fine_tuning_page.py",
+    "docs/fine_tuning.md": "tests/explorer/finetuning/test_reinforcement.py",
     "docs/judges.md": "tests/runner/test_docs.py",
     "docs/keys.md": "tests/explorer/ui/browser/test_feedback_from_a_page.py",
     "docs/messages.md": "tests/documents/test_python.py",

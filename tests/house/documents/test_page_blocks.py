@@ -23,7 +23,7 @@ RUN_BY = {
     "docs/files.md": "tests/documents/test_python.py",
     "docs/fine_tuning.md": "tests/explorer/finetuning/test_reinforcement.py",
     "docs/judges.md": "tests/runner/test_docs.py",
-    "docs/keys.md": "tests/explorer/ui/browser/test_feedback_from_a_page.py",
+    "docs/keys.md": "tests/explorer/ui/browser/test_browser.py",
     "docs/messages.md": "tests/documents/test_python.py",
     "docs/one_gpu.md": "tests/documents/test_python.py",
     "docs/quick_start.md": "tests/documents/test_python.py",

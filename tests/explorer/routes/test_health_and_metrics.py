@@ -1,11 +1,21 @@
-import ast
-import re
-from pathlib import Path
+""""""
 
-from tests.doubles.engine import EngineDouble
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
-from tests.explorer.running import RunningExplorer, eventually
+from tests.explorer.running import HELLO, RunningExplorer, eventually
+from tests.house.sources import ROOT
 from tests.trainer.factories import points
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.experience import State
@@ -162,3 +172,46 @@ def test_to_who_comes_from_elsewhere_health_tells_no_version(explorer: RunningEx
     told = explorer.http.get("/health/ready", headers={"X-Forwarded-For": "203.0.113.9"}).json()
     assert told == {"status": "ready"}
     assert explorer.http.get("/health/ready").json()["engines"]
+
+
+# .
+
+
+def test_a_client_of_trinity_reads_its_metrics_as_json(explorer: RunningExplorer) -> None:
+    trinity = f"{explorer.url}/trinity"
+    assert httpx.get(f"{trinity}/health", timeout=2).status_code == 200
+    assert httpx.get(f"{trinity}/v1/models").json()["data"][0]["id"] == MODEL
+    replies = [httpx.post(f"{trinity}/v1/chat/completions", json=HELLO).json()["id"] for _ in range(2)]
+    said: dict[str, Any] = {"reward": 1.0, "msg_ids": replies[:1], "task_id": "a1b2c3"}
+    assert httpx.post(f"{trinity}/feedback", json=said).json()["status"] == "success"
+    refused = httpx.post(f"{trinity}/feedback", json=said | {"msg_ids": ["guess"]})
+    assert (refused.status_code, refused.json()["status"]) == (404, "error")
+    eventually(lambda: httpx.get(f"{trinity}/metrics").json()["rollout/ready_experience_count"] == 1)
+    metrics = httpx.get(f"{trinity}/metrics").json()
+    assert {
+        "rollout/total_experience_count": 2.0,
+        "rollout/ready_experience_count": 1.0,
+        "rollout/model_0/total_request_count": 2.0,
+        "rollout/model_0/model_version": 0.0,
+    }.items() <= metrics.items()
+    assert metrics['tuneloop_experiences{state="rewarded"}'] == 1.0
+    assert httpx.post(f"{trinity}/commit").json()["committed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [("application/json", "application/json"), ("*/*", "text/plain"), ("text/plain;version=0.0.4,*/*", "text/plain")],
+)
+def test_metrics_are_json_for_who_accepts_that_by_name(explorer: RunningExplorer, accept: str, kind: str) -> None:
+    reply = explorer.http.get("/metrics", headers={"accept": accept})
+    assert reply.headers["content-type"].startswith(kind)
+
+
+# docs/vllm.md says what differs from the vLLM that is installed.
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="the table is made from vLLM's own routes")
+def test_the_table_of_what_differs_from_vllm_is_the_one_that_is_generated() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "vllm_differences.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -65,8 +65,8 @@ _ELSEWHERE = dict.fromkeys(
     "tuneloop tunes weights, not prompts: agentscope 1.x has it, in agentscope.tuner",
 ) | dict.fromkeys(
     ("model_selection", "select_model", "avg_time_judge", "avg_token_consumption_judge"),
-    "tuneloop compares models on tasks with known answers, and versions on live traffic: docs/drift.md and"
-    " docs/versions.md; agentscope 1.x has select_model, in agentscope.tuner.model_selection",
+    "tuneloop compares models on tasks with known answers, and versions on live traffic: docs/versions.md;"
+    " agentscope 1.x has select_model, in agentscope.tuner.model_selection",
 )
 
 

@@ -1,8 +1,8 @@
 """Hooks of mkdocs: what mkdocs.yml cannot say of the site.
 
 Pages link to files outside docs/ (examples, measurements), as they do in the repository. Such a file becomes a page of
-the site below `source/`, and every link to it leads there, so that the site is whole without the repository. The pages
-of docs/methods, and what stands beside the README, are added to the navigation.
+the site below `source/`, and every link to it leads there, so that the site is whole without the repository. The
+README is its first page, and what stands beside it is added to the navigation.
 """
 
 import os
@@ -16,11 +16,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 SOURCE = "source"
+HOME = "index.md"
 
 #: Pages outside docs/ that the navigation shows, by the part of the site.
 OUTSIDE = {
-    "Know": {"Security": "SECURITY.md", "Contributing": "CONTRIBUTING.md", "Changes": "CHANGELOG.md"},
-    "Why": {"Measurements": "benchmarks/RESULTS.md"},
+    "Operate": {"Security": "SECURITY.md", "Changes": "CHANGELOG.md"},
+    "Understand": {"Contributing": "CONTRIBUTING.md", "Measurements": "benchmarks/RESULTS.md"},
 }
 
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
@@ -28,13 +29,10 @@ _FENCE = re.compile(r"^ *```")
 _ITEM = re.compile(r"^([-*]|\d+\.) ")
 
 
-def title_of(path: Path) -> str:
-    """The first heading of a page."""
-    return next(line.lstrip("# ").strip() for line in path.read_text().splitlines() if line.startswith("# "))
-
-
 def place(target: Path) -> str:
     """Where a file of the repository is in the site's folder of pages."""
+    if target == ROOT / "README.md":
+        return HOME
     if target.is_relative_to(DOCS):
         return target.relative_to(DOCS).as_posix()
     below = f"{SOURCE}/{target.relative_to(ROOT).as_posix()}"
@@ -43,6 +41,8 @@ def place(target: Path) -> str:
 
 def origin(uri: str) -> Path:
     """The file of the repository that a page is made of."""
+    if uri == HOME:
+        return ROOT / "README.md"
     if not uri.startswith(f"{SOURCE}/"):
         return DOCS / uri
     path = ROOT / uri.removeprefix(f"{SOURCE}/")
@@ -61,8 +61,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Complete the navigation."""
     nav: list[dict[str, Any]] = config.nav or []
     parts: dict[str, Any] = {name: pages for each in nav for name, pages in each.items()}
-    methods = [{title_of(file): f"methods/{file.name}"} for file in sorted((DOCS / "methods").glob("*.md"))]
-    parts["Why"] += [{"The methods, one by one": methods}]
     for part, pages in OUTSIDE.items():
         parts[part] += [{title: place(ROOT / path)} for title, path in pages.items()]
     return config
@@ -70,7 +68,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside docs/ that pages link to, and those that these link to."""
-    waiting = [ROOT / path for pages in OUTSIDE.values() for path in pages.values()]
+    waiting = [ROOT / "README.md", *(ROOT / path for pages in OUTSIDE.values() for path in pages.values())]
     waiting += [target for page in files.documentation_pages() for target in links_of(origin(page.src_uri))]
     seen: set[Path] = set()
     while waiting:

@@ -10,6 +10,7 @@ the page alone. An option without a table or a docstring, or a metric without a 
 import argparse
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,11 @@ def route_tables() -> str:
     """Every operation of the API's description, a table for each group."""
     parts: list[str] = ["\n"]
     for group, operations in OPERATIONS.items():
-        parts.append(f"## {group}\n\n| route | scope | does | fields |\n|---|---|---|---|\n")
+        [(usual, _)] = Counter(each.guide for each in operations).most_common(1)
+        parts.append(f"## {group}\n\n[Guide]({usual}).\n\n| route | scope | does | fields |\n|---|---|---|---|\n")
         for operation in operations:
             scopes = " or ".join(f"`{scope}`" for scope in operation.scopes) or "none"
-            guide = f" ([more]({operation.guide}))" if operation.guide else ""
+            guide = f" ([more]({operation.guide}))" if operation.guide not in {"", usual} else ""
             fields = ", ".join(f"`{name}`" for name in fields_of(operation))
             parts.append(
                 f"| `{operation.method} {operation.path}` | {scopes} | {operation.summary}{guide} | {fields} |\n"

@@ -1,8 +1,7 @@
 """What vLLM's own arguments do: `explorer.rollout_model.engine_args` may change much, but not the policy.
 
 The trainer recomputes log softmax(logits / temperature). An argument that makes every reply a sample of something else
-is refused; one that holds tool calls to a grammar marks the replies that it can touch. docs/sampling.md tells it to
-users.
+is refused; one that holds tool calls to a grammar marks the replies that it can touch (docs/explain.md).
 """
 
 import re

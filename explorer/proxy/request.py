@@ -2,7 +2,7 @@
 
 The trainer recomputes log softmax(logits / temperature) of token ids. A reply that was sampled from anything else, such
 as a nucleus or a grammar, is marked with the reason: methods that learn from any reply take it, policy gradients do
-not. A reply that answers more than token ids is for none. docs/sampling.md tells it to users.
+not. A reply that answers more than token ids is for none. docs/explain.md lists the reasons.
 
 The labels of a request stand beside its messages: task, run, user, priority, and whether to train on its reply. Ours
 begin with `tuneloop_`, and a wrong value is refused. Without the prefix they are words that an application may have

@@ -13,9 +13,9 @@ _ROUTES = """\
 Replies
 POST /v1/chat/completions | clients | Answer a conversation. The reply is recorded; its `id` is what feedback names
 POST /v1/completions | clients | Go on with a text
-POST /v1/responses | responses | Answer in OpenAI's Responses format
-POST /v1/messages | messages | Answer in Anthropic's Messages format
-POST /v1/messages/count_tokens | messages | Count the tokens of a conversation
+POST /v1/responses | clients#responses | Answer in OpenAI's Responses format
+POST /v1/messages | clients#messages | Answer in Anthropic's Messages format
+POST /v1/messages/count_tokens | clients#messages | Count the tokens of a conversation
 POST /tokenize | clients | The token ids of a text, or of a conversation's prompt
 POST /detokenize | clients | The text of token ids
 GET /tokenizer_info | clients | What the tokenizer is, where engines say it
@@ -36,13 +36,13 @@ POST /v1/fine_tuning/alpha/graders/validate | files | Check a grader
 POST /v1/fine_tuning/alpha/graders/run | files | Grade a reply
 
 Fine-tuning
-DELETE /v1/models/{model} | fine_tuning | Delete what a fine-tuning job has made: it answers nobody from now on
-POST /v1/fine_tuning/jobs | fine_tuning | Make a job, which learns from a file
-GET /v1/fine_tuning/jobs | fine_tuning | Jobs, newest first
-GET /v1/fine_tuning/jobs/{id} | fine_tuning | One job
-GET /v1/fine_tuning/jobs/{id}/events | fine_tuning | What happened to a job, newest first
-GET /v1/fine_tuning/jobs/{id}/checkpoints | fine_tuning | The versions that a job has made, newest first
-POST /v1/fine_tuning/jobs/{id}/{action} | fine_tuning | `cancel`, `pause` or `resume` a job
+DELETE /v1/models/{model} | files#fine-tuning-jobs | Delete what a fine-tuning job has made: it answers nobody from now on
+POST /v1/fine_tuning/jobs | files#fine-tuning-jobs | Make a job, which learns from a file
+GET /v1/fine_tuning/jobs | files#fine-tuning-jobs | Jobs, newest first
+GET /v1/fine_tuning/jobs/{id} | files#fine-tuning-jobs | One job
+GET /v1/fine_tuning/jobs/{id}/events | files#fine-tuning-jobs | What happened to a job, newest first
+GET /v1/fine_tuning/jobs/{id}/checkpoints | files#fine-tuning-jobs | The versions that a job has made, newest first
+POST /v1/fine_tuning/jobs/{id}/{action} | files#fine-tuning-jobs | `cancel`, `pause` or `resume` a job
 
 Feedback
 POST /feedback | feedback | Say what replies are worth: now, or weeks later. 200 means that it is on disk
@@ -50,30 +50,30 @@ POST /api/public/scores | feedback | A Langfuse score, or a list of them, as fee
 DELETE /api/public/scores/{score_id} | feedback | Take back a Langfuse score
 POST /api/public/ingestion | feedback | Langfuse's events, of which scores are kept
 POST /v1/feedback_tokens | keys | A token with which a browser gives feedback on one reply
-POST /commit | runs | Hand rewarded replies to the trainer
+POST /commit | feedback#commit | Hand rewarded replies to the trainer
 
 Stored replies
-GET /v1/chat/completions | stored | Stored chats, newest first unless asked otherwise
-GET /v1/chat/completions/{id} | stored | One stored chat
-POST /v1/chat/completions/{id} | stored | Change the labels of a stored chat
-DELETE /v1/chat/completions/{id} | stored | Delete a stored chat
-GET /v1/chat/completions/{id}/messages | stored | The messages of a stored chat
+GET /v1/chat/completions | clients#stored-completions | Stored chats, newest first unless asked otherwise
+GET /v1/chat/completions/{id} | clients#stored-completions | One stored chat
+POST /v1/chat/completions/{id} | clients#stored-completions | Change the labels of a stored chat
+DELETE /v1/chat/completions/{id} | clients#stored-completions | Delete a stored chat
+GET /v1/chat/completions/{id}/messages | clients#stored-completions | The messages of a stored chat
 GET /v1/chat/completions/{id}/explain | explain | What happened to a reply of any route, and what it waits for
-GET /v1/responses/{id} | responses | A stored response
+GET /v1/responses/{id} | clients#responses | A stored response
 
 Training
-GET /training | runs | What is served, what of the key's tenant waits, and why; how it trains
-GET /training/calls | runs | How many calls of a run are recorded, and their tokens
+GET /training | troubleshooting#doctor | What is served, what of the key's tenant waits, and why; how it trains
+GET /training/calls | troubleshooting#doctor | How many calls of a run are recorded, and their tokens
 
 Service
 GET /metrics | metrics | Metrics, in Prometheus' format or as JSON
-GET /health | operations | The service lives
-GET /health/live | operations | The service lives
-GET /api/hello | messages | The service lives
-GET /health/ready | operations | An engine answers, and disk and database can take records
-GET /ping | operations | An engine answers
-POST /ping | operations | An engine answers
-GET /version | operations | The engine's release
+GET /health | one_machine#monitoring | The service lives
+GET /health/live | one_machine#monitoring | The service lives
+GET /api/hello | clients#messages | The service lives
+GET /health/ready | one_machine#monitoring | An engine answers, and disk and database can take records
+GET /ping | one_machine#monitoring | An engine answers
+POST /ping | one_machine#monitoring | An engine answers
+GET /version | one_machine#monitoring | The engine's release
 GET / | clients | Where to go from here, for browsers and as JSON
 GET /docs | clients | This description, for browsers
 GET /openapi.json | clients | This description, for programs
@@ -253,7 +253,16 @@ def _operation(row: str) -> Operation:
     (method, path), fields = name.split(), _BODIES.get(name)
     query = _schema_of(_QUERIES.get(name, ""))["properties"]
     scopes, body = sorted(each.value for each in required_scopes(method, path)), fields and _schema_of(fields)
-    return Operation(method, path, f"{guide}.md", summary, query, body or None, name in _STREAMED, scopes)
+    return Operation(
+        method,
+        path,
+        guide.replace("#", ".md#") if "#" in guide else f"{guide}.md",
+        summary,
+        query,
+        body or None,
+        name in _STREAMED,
+        scopes,
+    )
 
 
 #: The operations by group.

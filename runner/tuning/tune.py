@@ -79,7 +79,7 @@ def tune(
     """Train the model that `workflow_func` calls, on the rewards of `judge_func` or of the workflow itself.
 
     Raises TuneRefused before anything is started if something of this makes no sense, TuneFailed if it was stopped.
-    docs/tune_options.md says what each option is.
+    docs/settings.md says what each option is.
     """
     given = dict(locals())
     try:

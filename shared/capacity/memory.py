@@ -216,7 +216,7 @@ def engine_memory(shape: ModelShape, settings: Settings, gpu_bytes: int | None) 
 
 
 def version_disk(shapes: Shapes, settings: Settings) -> VersionDisk:
-    """What versions take in the job folder: the formula of docs/operations.md, Disk and memory."""
+    """What versions take in the job folder: the formula of docs/one_machine.md, Disk and memory."""
     size = 4 if settings.trainer_dtype == "float32" else 2
     actor, critic = _trained_weights(shapes, settings)
     newest = int((actor + critic) * (size + optimizer_bytes(settings.algorithm.optimizer.bits, size)))

@@ -65,8 +65,8 @@ class OptimizerSettings(Section):
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
     """AdamW's decay rates of the two moments. _Train._"""
     bits: Literal[32, 8] = 32
-    """Bits of AdamW's two moments: 8 keep 2 bytes a weight, not 8, [nearly as exact](training.md#memory). If changed,
-    they begin anew. _Train._"""
+    """Bits of AdamW's two moments; 8 take [a quarter of the memory](one_machine.md#disk-and-memory). After a change
+    they begin again. _Train._"""
     lr_warmup_steps: NotNegative = 0
     """Updates over which the learning rate rises in a line to `lr`. _Train._"""
 
@@ -92,12 +92,11 @@ class OffPolicySettings(Section):
     """What is done about tokens that other weights, or the engine's arithmetic, sampled."""
 
     proximal: Literal["sampled", "recomputed"] = "sampled"
-    """What the clipped ratio is taken against: the log-probabilities as sampled, or those of the weights at the start
-    of the step (decoupled PPO), with the importance weight between the two beside it. _Train._"""
+    """What the clipped ratio is against: the log-probabilities as sampled, or [those of the step's
+    start](methods.md#replies-that-other-weights-sampled). _Train._"""
     correction: Literal["none", "truncate", "mask"] = "truncate"
-    """What is done with importance weights beyond the bounds: nothing and no weight at all, cut at `high`, or their
-    tokens left out. With `proximal: sampled` the clipped ratio is the weight, and only `mask` changes anything.
-    _Train._"""
+    """What is done with [importance weights](methods.md#replies-that-other-weights-sampled) beyond the bounds: nothing,
+    cut, or their tokens left out. _Train._"""
 
     #: The least importance weight that `mask` leaves in, the inverse of `high`.
     low: ClassVar[float] = 0.5
@@ -114,16 +113,16 @@ class GroupAdvantageSettings(Section):
     """The advantage of a run over the others of its task."""
 
     scale: Literal["group", "batch", "none"] = "group"
-    """What the advantage over the group's mean is divided by: the group's standard deviation (GRPO), the batch's, or
-    nothing (Dr. GRPO). _Train._"""
+    """What the advantage is divided by: the group's standard deviation (GRPO), the batch's, or nothing (Dr. GRPO).
+    _Train._"""
 
 
 class OverlongSettings(Section):
     """Replies that came to the most tokens they were allowed (DAPO)."""
 
     buffer: NotNegative = 0
-    """DAPO's soft punishment: over the last so many tokens before `model.max_response_tokens` the reward falls by 1;
-    0: none. _Train._"""
+    """DAPO's soft penalty: over the last so many tokens before `model.max_response_tokens` the reward falls by 1; 0:
+    none. _Train._"""
 
     #: How much the reward of a reply that fills its limit falls: as in DAPO's paper, where rewards are 1 and -1.
     penalty: ClassVar[float] = 1.0
@@ -142,8 +141,8 @@ class BaselineSettings(Section):
     """What a reward is compared with where there is no group and no critic."""
 
     kind: Literal["running", "task", "batch"] = "running"
-    """reinforce: what a reward is compared with: the decaying mean of all rewards, that of its task's drawn to it, or
-    the batch's mean. _Train._"""
+    """What [reinforce](methods.md#reinforce-and-reinforce) compares a reward with: the decaying mean, the task's mean,
+    or the batch's. _Train._"""
 
     #: How much of the running mean stays after a batch: the last twenty batches count, for a policy that changes.
     decay: ClassVar[float] = 0.95
@@ -169,8 +168,7 @@ class SftSettings(Section):
     """Supervised fine-tuning; `raft` reads `least_reward` alone."""
 
     targets: Literal["both", "demonstrations", "replies"] = "both"
-    """What is imitated: edited answers where there are some and well-rewarded replies elsewhere, or one of these only.
-    _Train._"""
+    """What is imitated: edited answers, well-rewarded replies, or both. _Train._"""
     least_reward: Real = 0.5
     """The least reward of a reply that is imitated, by `sft` and `raft`. _Train._"""
 
@@ -198,8 +196,8 @@ class MixSettings(Section):
     """Conversations that are imitated beside what is learnt from rewards."""
 
     file: Path | None = None
-    """[A JSON Lines file](training.md#a-file-beside-rewards) of conversations, as OpenAI's supervised fine-tuning
-    takes; null: none. It is read when the trainer starts. _Train._"""
+    """[A JSON Lines file](files.md#a-file-beside-rewards) of conversations that each step imitates as well; null: none.
+    _Train._"""
     share: Fraction = 0.1
     """What part of a step's rows are of the file, and of its loss. _Train._"""
 
@@ -209,13 +207,12 @@ class AlgorithmSettings(Section):
 
     algorithm_type: AlgorithmType = "ppo"
     """The method: [which for which feedback](methods.md). `dapo`, `gspo` and `cispo` have [other
-    defaults](methods/grpo.md#dapo-gspo-cispo). _Train._"""
+    defaults](methods.md#dapo-gspo-cispo). _Train._"""
     optimizer: OptimizerSettings = OptimizerSettings()
     critic_optimizer: CriticOptimizerSettings = CriticOptimizerSettings()
     credit: Literal["call", "trajectory", "discounted"] = "call"
-    """What a call of a trajectory is rewarded with: its own reward; the trajectory's, paid once at its end; or the
-    trajectory's, times 0.95 for each call after it. The trajectory's reward is that of its last call; calls
-    before it [need none](batches.md#groups-and-trajectories) then. _Train._"""
+    """What a [call of a run](concepts.md#credit) is rewarded with: its own reward, its run's at the end, or its run's,
+    times 0.95 for each later call. _Train._"""
     gamma: Fraction = 1.0
     """Discount per token; 1: none. _Train._"""
     lam: Fraction = 1.0
@@ -226,16 +223,16 @@ class AlgorithmSettings(Section):
     clip_range_high: NotNegativeReal | None = None
     """How far above 1 the probability ratio may move the policy; null: as `clip_range`. _Train._"""
     dual_clip: AboveOne | None = 3.0
-    """Bound on the loss of a token with a negative advantage, in advantages; null: none, which wants
-    [another](training.md#replies-that-other-weights-sampled). _Train._"""
+    """Bound on the loss of a token with a negative advantage, in advantages; null:
+    [none](methods.md#replies-that-other-weights-sampled). _Train._"""
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         "token-mean"
     )
-    """How the losses of tokens become one: over all tokens (DAPO), or over sequences (GRPO: seq-mean-token-mean; Dr.
-    GRPO: seq-mean-token-sum-norm). _Train._"""
+    """How the losses of tokens become one: over all tokens (DAPO), or over sequences ([table](methods.md#ppo)).
+    _Train._"""
     kl_coef: NotNegativeReal = 0.001
-    """Weight of the divergence from the base model, or [where the policy began](training.md#a-file-beside-rewards), in
-    the actor's loss; 0 needs no reference model. _Train._"""
+    """Weight of the divergence from the base model, or where the policy began, in the actor's loss; 0 needs no
+    reference. _Train._"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
     """How that divergence is estimated. _Train._"""
     kl_in: Literal["loss", "reward"] = "loss"

@@ -61,8 +61,7 @@ class JudgeSettings(Section):
     share: Share = 1.0
     """Judge this share of them, chosen by their ids. _Serve._"""
     after: NotNegativeReal = 0.0
-    """Seconds after the request from which on a reply is judged: with `which: unrewarded`, how long people have to say
-    something first. _Serve._"""
+    """Seconds after the request from which on a reply is judged. _Serve._"""
 
     #: All criteria count alike: those of a rubric have weights of their own.
     weights: ClassVar[dict[str, float]] = {}
@@ -104,30 +103,25 @@ class RewardRule(Section):
     """How feedback becomes the reward that training uses."""
 
     weights: dict[str, Real] = Field(default_factory=lambda: {"reward": 1.0})
-    """The metrics that count, and how much. Others are stored but do not count. Feedback that names no metric is about
-    `reward`. _Serve._"""
+    """The metrics that count, and how much. Other metrics are stored and do not count. _Serve._"""
     boolean_values: tuple[Real, Real] = (0.0, 1.0)
-    """What a thumb down and a thumb up are worth; also the worse and the better reply of a preference. _Serve._"""
+    """What a thumb down and a thumb up count; also the worse and the better reply of a preference. _Serve._"""
     label_values: dict[str, Real] = Field(default_factory=dict)
     """What labels are worth; others do not count. _Serve._"""
     clip: tuple[Real, Real] | None = (-1.0, 1.0)
-    """The least and the greatest reward, and of each rater's word, times its weight; null: ±1e6. [`tune()`](tune.md)
-    writes null. _Serve._"""
+    """The least and the greatest reward, and of each rater's value, times its weight; null: ±1e6. _Serve._"""
     aggregate: Literal["median", "mean"] = "median"
-    """What is made of several raters' words about one reply: the `median`, of two the mean, where [your own
-    word](feedback.md#many-raters) settles it; or the `mean` of all, which clips the sum alone. _Serve._"""
+    """What is made of several raters' values: the `median` (of two the mean), or the `mean`. [Your own
+    word](feedback.md#many-raters) decides a median alone. _Serve._"""
     run_feedback: Literal["fallback", "add"] = "fallback"
-    """What feedback on a run does to its replies: `fallback`, it counts under a metric where nothing was said of the
-    reply itself; `add`, it is added ([more](feedback.md#a-run-and-its-replies)). _Serve._"""
+    """What [feedback on a run](feedback.md#runs) does to its replies: it counts where a reply has none of its own
+    (`fallback`), or is added (`add`). _Serve._"""
     unfinished_runs: Literal["ignore", "count"] = "ignore"
-    """What feedback on a run counts whose last call was [cut off](reasons.md#of-no-use-to-any-method): nothing, or as
-    of any run. _Serve._"""
+    """What feedback on a run counts whose last call was [cut off](feedback.md#runs): nothing, or as usual. _Serve._"""
     attribution_window: Seconds | None = None
-    """Seconds after the request in which feedback counts; later feedback is stored and answered `late`. null: for ever.
-    _Serve._"""
+    """Seconds after the request in which feedback counts; later feedback is `late`. null: for ever. _Serve._"""
     default: Real | None = None
-    """The reward of a reply that had no feedback when its window closed, given with the next commit; null: it is not
-    trained on. _Serve._"""
+    """The reward of a reply that had no feedback when its window closed; null: it is not trained on. _Serve._"""
 
     def contradictions(self, *, of_pairs: bool) -> Iterator[str]:
         """What makes no sense together; `of_pairs`: the method learns from pairs that preferences make."""
@@ -159,11 +153,9 @@ class FeedbackSettings(Section):
     """What is done with feedback beside the reward."""
 
     compensate_late: bool = False
-    """When feedback changes the reward of a reply that has been trained on: let the reply be trained on once more, with
-    the reward that it has now."""
+    """Train again on a trained reply whose reward [feedback changes](feedback.md#after-training)."""
     trusted_raters: tuple[str, ...] = ()
-    """Sources whose word is [your own](feedback.md#many-raters), as that of feedback without a source and of the
-    [judge](judges.md): it settles a metric, and no share holds it back. `tenant/source`; without a tenant, of
+    """Sources whose feedback is [your own word](feedback.md#many-raters): `tenant/source`; without a tenant, of
     `default`."""
 
     score_metrics: dict[str, str] = Field(default={"user-feedback": "reward", "user_feedback": "reward"})
@@ -181,17 +173,15 @@ class RetentionSettings(Section):
     """Seconds after its sampling that an experience is kept, by its state; null: for ever."""
 
     recorded: Seconds | None = None
-    """Seconds that experiences without feedback are kept after they were sampled; null: for ever. Also feedback whose
-    reply never came, after it was received."""
+    """Seconds that experiences without feedback are kept; null: for ever. Also feedback whose reply never came."""
     rewarded: Seconds | None = None
-    """Seconds that experiences which were never committed are kept after they were sampled; null: for ever."""
+    """Seconds that experiences which were never committed are kept; null: for ever."""
     trained: Seconds | None = None
-    """Seconds that experiences which were trained on are kept after they were sampled; null: for ever. What the
-    versions consumed still adds up."""
+    """Seconds that trained experiences are kept; null: for ever."""
     expired: Seconds | None = None
     """Seconds that experiences which expired are kept after they were sampled; null: for ever."""
     dropped: Seconds | None = None
-    """Seconds that experiences which cannot be trained on are kept after they were sampled; null: for ever."""
+    """Seconds that dropped experiences are kept; null: for ever."""
 
 
 class TenantSettings(Section):
@@ -235,11 +225,11 @@ class PrivacySettings(Section):
     redact: tuple[BuiltIn, ...] = ("private_key", "jwt", "api_key")
     """_Serve._ What is replaced by `[REDACTED:kind]` in requests, replies and feedback."""
     patterns: Patterns = Field(default_factory=dict)
-    r"""_Serve._ Regular expressions of one's own, by their names: `{ticket: 'TCK-\d+'}`. The name stands in the text.
-    Those of the package `regex`; for each text one has 0.25 s, then all of the text is replaced."""
+    r"""_Serve._ Regular expressions of your own, by name: `{ticket: 'TCK-\d+'}`. A text for which one takes over 0.25 s
+    is replaced whole."""
     presidio: tuple[str, ...] = ()
-    """_Serve._ Entities that Microsoft Presidio looks for besides, such as `[PERSON, LOCATION]`. Needs `pip install
-    ./runner ".[presidio]"` and spaCy's English model."""
+    """_Serve._ Entities that Microsoft Presidio looks for: `[PERSON, LOCATION]`. Needs `pip install ./runner
+    ".[presidio]"` and spaCy's English model."""
 
     #: The language of Presidio's analyzer as it comes: others need one that is configured by hand.
     presidio_language: ClassVar[str] = "en"

@@ -55,25 +55,22 @@ class LoraSettings(Section):
     """A low-rank adapter; `rank: 0` trains all weights instead. An `alpha` of null is twice the rank."""
 
     rank: NotNegative = 0
-    """Train a [low-rank adapter](proof.md#adapters) of this rank instead of all weights; 0 trains all. Engines of ours
-    are started ready to serve it; on GPUs in bfloat16 or float16 only. The rank of an experiment stays: its versions
-    build on each other."""
+    """Train a [low-rank adapter](policies.md#adapters) of this rank; 0 trains all weights. On GPUs in bfloat16 or
+    float16 only. The rank of an experiment stays."""
     alpha: Positive | None = None
     """What the adapter adds is scaled by alpha over rank. null: twice the rank."""
     targets: tuple[str, ...] = _LINEAR
-    """Which layers the adapter is added to, by the last part of their names: linear layers of the model, but not
-    `lm_head`. Others are refused at the trainer's start, with those that there are."""
+    """Layers that the adapter is added to, by the last part of their names: linear layers, but not `lm_head`."""
 
     base_bits: Literal[8, 4] | None = None
-    """Keep the layers of the base model that the adapter is trained on in 8 bits a weight, or in 4 (QLoRA's NF4): [much
-    less memory of a GPU, slower steps](proof.md#adapters). Engines serve the whole base. null: in `trainer.dtype`.
-    _Train._"""
+    """Bits a weight of the base's layers in the trainer: 8, or 4 (QLoRA's NF4): [less GPU memory, slower
+    steps](policies.md#adapters). null: `trainer.dtype`. _Train._"""
 
     max_rank: Positive | None = None
     """The largest rank that a [policy](policies.md) may have; null: `rank`. Engines keep room for it. _Serve._"""
     resident: Positive = 8
-    """Adapters of policies that an engine holds at once; of more, the one that was not asked for longest makes room,
-    and [is loaded again](policies.md) when it is asked. _Serve._"""
+    """Adapters that an engine holds at once; of more, the one that was not asked for longest [makes room](policies.md).
+    _Serve._"""
 
     @property
     def most_rank(self) -> int:
@@ -107,20 +104,19 @@ class ModelSettings(Section):
     """The model that is served and trained."""
 
     model_path: Path
-    """Folder of the base model in Hugging Face's format, or its name on the Hub, if `hf download` has put it into the
-    local cache. It is version 0. Unless `served_model_name` says otherwise, clients send this as `model`."""
+    """Folder of the base model in Hugging Face's format, or its name on the Hub, once `hf download` has it. It is
+    version 0."""
     served_model_name: str | None = None
     """The name that clients send as `model`; null: `model_path` as written. _Serve._"""
     aliases: dict[str, AliasSettings] = Field(default_factory=dict)
-    """[Other names](clients.md#other-names) that clients may send as `model`, as agents do for small tasks:
-    `{claude-haiku-4-5: {train: false}, gpt-4o-mini: {}}`. `train: false` keeps the replies out of training. _Serve._"""
+    """[Other names](clients.md#other-names) of the model: `{claude-haiku-4-5: {train: false}, gpt-4o-mini: {}}`.
+    `train: false` keeps the replies out of training. _Serve._"""
     max_model_len: Positive | None = None
     """Tokens of prompt and reply together; null: what the model's own configuration says."""
     max_response_tokens: Positive | None = None
-    """Tokens of a reply whose request sets no limit; null: what is left of `max_model_len`. Not a cap: a client may ask
-    for more."""
+    """Tokens of a reply whose request sets no limit; null: what is left of `max_model_len`."""
     temperature: NotNegativeReal = 1.0
-    """Temperature of a request that sets none. A client's own temperature is used as sent. _Serve._"""
+    """Temperature of a request that sets none. _Serve._"""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models that you trust."""
     lora: LoraSettings = LoraSettings()
@@ -130,18 +126,15 @@ class ClusterSettings(Section):
     """The machines. `gpu_per_node: 0` means no GPU: everything runs on the CPU."""
 
     node_num: Positive = 1
-    """Machines. 1: engines are started on this one. More: [Ray places them](deployment.md#several-machines). Engines
-    elsewhere can also be named in `engine_urls`."""
+    """Machines. 1: engines are started on this one. More: [Ray places them](several_machines.md#ray)."""
     gpu_per_node: NotNegative = 0
-    """GPUs of a machine. 0: everything runs on the CPU. Where there are none after all, both services run on the CPU,
-    slowly, and warn of it."""
+    """GPUs of a machine. 0: everything runs on the CPU."""
     ray_address: str = "auto"
-    """The Ray cluster that places engines, and the workers of mode `train`, where `node_num` is above 1, `host:port`;
-    `auto`: the one that this machine belongs to. An address also gives it the workers of one machine."""
+    """The Ray cluster, `host:port`, that places engines, and the workers of mode `train`; `auto`: the one that this
+    machine belongs to."""
     gpu_turn: Seconds | None = None
-    """Have trainer and engine use one GPU [by turns](operations.md#one-gpu-by-turns), each nearly all of its memory,
-    and give way after so many seconds at the latest while the other waits; a step that has begun ends first. null: they
-    share the memory by `gpu_memory_utilization`. Explorer and trainer need the same, and one machine."""
+    """Let trainer and engine use one GPU [alternately](one_machine.md#one-gpu-by-turns), for so many seconds while the
+    other waits. null: they share the memory by `gpu_memory_utilization`. Both services need the same."""
 
 
 class RolloutModelSettings(Section):
@@ -150,25 +143,23 @@ class RolloutModelSettings(Section):
     engine_num: Positive = 1
     """vLLM engines to start. _Serve._"""
     tensor_parallel_size: Positive = 1
-    """GPUs of one engine. `engine_num` times this must fit into `gpu_per_node`. The engines take the first GPUs, or the
-    first that `CUDA_VISIBLE_DEVICES` names. _Serve._"""
+    """GPUs of one engine. The engines take the first GPUs, or the first of `CUDA_VISIBLE_DEVICES`. _Serve._"""
     api_servers: Positive | None = None
-    """API servers of each engine that the explorer starts: processes that read requests and write replies in front of
-    one vLLM core. On its own, on GPUs, half of the machine's cores over its engines, at most 4; 1 on a CPU, with
-    `single_process`, and with adapters, which bear no more. _Serve._"""
+    """Processes in front of one vLLM core that read requests and write replies. null: on GPUs half of the cores over
+    the engines, at most 4; else 1. With adapters always 1. _Serve._"""
     enable_auto_tool_choice: bool = False
     """Let the model decide to call tools (vLLM's `--enable-auto-tool-choice`; needs `tool_call_parser`). _Serve._"""
     tool_call_parser: str | None = None
     """How tool calls are read from the reply (vLLM's `--tool-call-parser`), e.g. `hermes`. _Serve._"""
     reasoning_parser: str | None = None
-    """How reasoning is told from the answer (vLLM's `--reasoning-parser`), e.g. `qwen3`. _Serve._"""
+    """How reasoning is separated from the answer (vLLM's `--reasoning-parser`), e.g. `qwen3`. _Serve._"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     """The engines' number format. _Serve._"""
     seed: NotNegative = 42
     """The engines' seed. _Serve._"""
     gpu_memory_utilization: Share = 0.9
-    """Share of a GPU's memory that an engine takes. Where mode `both` leaves the trainer no GPU of its own it must be
-    0.5 or less: write 0.4. _Serve._"""
+    """Share of a GPU's memory that an engine takes. Where the trainer has no GPU of its own it must be 0.5 or less:
+    write 0.4. _Serve._"""
     enforce_eager: bool = False
     """No CUDA graphs: a faster start, slower replies. _Serve._"""
     single_process: bool = False
@@ -176,19 +167,17 @@ class RolloutModelSettings(Section):
     kv_cache_memory_bytes: Positive | None = None
     """Bytes of an engine's key-value cache; null: what `gpu_memory_utilization` leaves. _Serve._"""
     engine_urls: tuple[Address, ...] = ()
-    """Engines that run already, absolute URLs, `[http://host:port, …]`: none is started then. They need vLLM's weight
-    routes (`VLLM_SERVER_DEV_MODE=1`) and must see the job folder; let nobody else reach them. _Serve._"""
+    """[Engines that run already](architectures.md#engines-of-others): `[http://host:port, …]`. None is started then.
+    They must see the job folder; let nobody else reach them. _Serve._"""
     engine_key: Secret | None = None
     """The key that the engines in `engine_urls` ask for. Better set by `TUNELOOP__EXPLORER__ROLLOUT_MODEL__ENGINE_KEY`.
     _Serve._"""
     engine_args: tuple[str, ...] = ()
-    """More arguments for every engine, as vLLM's command line takes them: `[--max-num-seqs, "64"]`. Those that [change
-    what replies are sampled from](sampling.md#what-the-engine-does-by-itself) are refused. _Serve._"""
+    """More arguments for every engine: `[--max-num-seqs, "64"]`. Those that [change what replies are sampled
+    from](explain.md#what-the-engine-does-by-itself) are refused. _Serve._"""
     spare_place: bool | None = None
-    """Whether there is memory for one engine more than `engine_num`, in which a [fresh engine](proof.md#fresh-engines)
-    is started beside the one that it replaces. null: on a CPU when so much is free; on GPUs where
-    `cluster.gpu_per_node` has an engine's GPUs more than engines and trainer take; not through Ray. `true` with one
-    engine and no further GPU: both share its GPUs, so `gpu_memory_utilization` must be below a half. _Serve._"""
+    """Whether one engine more than `engine_num` has room, in which a [fresh engine](versions.md#fresh-engines) starts.
+    null: found out. `true` with one GPU: both share it, so `gpu_memory_utilization` must be below a half. _Serve._"""
 
     #: Seconds that an engine gets to become ready: a large model from a slow disk, compiled, takes some minutes.
     startup_timeout: ClassVar[float] = 900.0
@@ -234,16 +223,14 @@ class CaptureSettings(Section):
     """Of which replies engines are asked for log-probabilities; of the others the trainer recomputes them."""
 
     logprobs: Literal["all", "share", "none"] = "all"
-    """Of which replies engines are asked for log-probabilities, which costs them throughput: of all, of a `share`, or
-    of one in a hundred (`none`). The trainer recomputes the others
-    from the weights that sampled them, and keeps the folders of the eight newest versions that waiting replies were
-    sampled by; those of replies whose client asks are always captured. Write the same for both services.
-    _Both._"""
+    """Of which replies [engines](architectures.md#engines-of-others) are asked for log-probabilities, which costs
+    throughput: `all`, a `share`, or one in a hundred (`none`). The trainer recomputes the others. Write the same for
+    both services. _Both._"""
     share: Share = 0.05
     """The share of replies that `share` captures. _Both._"""
     max_mismatch: PositiveReal = 0.01
-    """Recomputed log-probabilities may diverge from captured ones by so much, in nats a token (k3), over the last 4096
-    tokens that were compared; beyond it the alarm `capture_mismatch` is raised, and all are captured. _Train._"""
+    """How far recomputed log-probabilities may diverge from captured ones, in nats a token (k3). Beyond it the alarm
+    `capture_mismatch` is raised, and all are captured. _Train._"""
 
     @property
     def captured_share(self) -> float:
@@ -256,67 +243,59 @@ class ExplorerSettings(Section):
 
     rollout_model: RolloutModelSettings = RolloutModelSettings()
     listen_address: str = "127.0.0.1"  # not Trinity's default: that lets every host in that reaches this one
-    """The address to listen on. `127.0.0.1`: this machine only. `0.0.0.0`: all addresses of this machine, which needs
+    """The address to listen on: `127.0.0.1` for this machine only, `0.0.0.0` for all addresses, which needs
     [keys](keys.md). _Serve._"""
     allowed_hosts: tuple[str, ...] = ()
-    """Names beside `localhost` under which [callers without a key](keys.md#without-keys) may ask on a loopback address.
-    _Serve._"""
+    """Host names beside `localhost` for [callers without a key](keys.md#without-keys). _Serve._"""
     insecure: bool = False
-    """Let everybody in without a key, whatever the address, and be a part of a Ray cluster that asks for no token: for
-    laboratories that no stranger reaches."""
+    """Admit everybody without a key, and a Ray cluster without a token: for isolated laboratories."""
     cors_allow_origins: tuple[str, ...] = ()
     """Origins, such as `https://app.example.com`, whose pages may send [feedback from a
     browser](keys.md#feedback-from-a-browser). _Serve._"""
     cors_inference_origins: tuple[str, ...] = ()
-    """Origins whose pages may ask the model, with a key where keys are needed; `["*"]`: all. _Serve._"""
+    """Origins whose pages may ask the model; `["*"]`: all. _Serve._"""
     proxy_port: Port = 8010
-    """The port to listen on. 0: a free one, told in the log. _Serve._"""
+    """The port to listen on. 0: a free one, which the log names. _Serve._"""
     workers: Positive | None = None
-    """Processes that answer requests, on the one port. On its own 1; with GPUs a quarter of the machine's cores, at
-    most 2 for each engine. See [Operations](operations.md#more-workers). _Serve._"""
+    """[Processes that answer requests](several_machines.md#how-it-grows). null: 1; with GPUs a quarter of the cores, at
+    most 2 for each engine. _Serve._"""
     service_status_check_interval: Seconds = 60.0
     """Seconds between two looks for a new version. _Serve._"""
     request_timeout: Seconds = 3600.0
-    """Seconds that a reply may take, and that a request may take to come: see [Limits](limits.md). _Serve._"""
+    """Seconds that a reply may take: see [Limits](limits.md). _Serve._"""
     max_choices: Small = 1024
     """Choices that a request may ask for: prompts times `n`, which is at most 128. _Serve._"""
     max_in_flight: Positive = 1024
-    """Requests that are answered at once; those beyond it wait. Each worker has its share. _Serve._"""
+    """Requests that are answered at once; others wait. Each worker has its share. _Serve._"""
     max_waiting: NotNegative = 1024
-    """Requests that may wait for that; those beyond it are refused with 429. Each worker has its share. _Serve._"""
+    """Requests that may wait for that; others are refused with 429. _Serve._"""
     on_reload: Literal["keep", "wait", "restart"] = "keep"
-    """What happens to replies in flight when an engine takes new weights. `keep`: they pause and go on with the new
-    ones; such a reply holds tokens of two versions. `wait`: they end first, and other engines take the new requests.
-    `restart`: no engine takes new weights; a [fresh one](proof.md#fresh-engines) is started with them, and the old one
-    ends when its replies have. Where a trial at the start shows that engines do not reload a model exactly, `restart`
-    holds whatever is written here. Not with `engine_urls`. _Serve._"""
+    """What happens to [replies in flight](versions.md#what-waits-while-weights-are-swapped) when an engine takes new
+    weights. `keep`: they pause and go on with the new weights. `wait`: they end first. `restart`: a [fresh
+    engine](versions.md#fresh-engines) takes the new weights, and the old one ends. Not with `engine_urls`. _Serve._"""
     capture: CaptureSettings = CaptureSettings()
     outbox_dir: Path | None = None
     """Folder of the explorer's outbox; null: `outbox` in the job folder. Best a local disk that outlives the service.
     _Serve._"""
     outbox_max_bytes: Positive = 1 << 30
-    """How much may wait in the outbox while the database is away, of all explorers that share `outbox_dir`. Beyond it,
-    or once less than 5 % of the outbox's disk (at most 1 GiB) is free, new requests and feedback are refused with 503;
-    replies in flight are still kept, and so are requests with `store: false` answered. _Serve._"""
+    """Bytes that may wait in the outbox. Beyond it, or with less than 5 % of its disk free (1 GiB at most), new
+    requests and feedback are 503. _Serve._"""
     clamp_max_tokens: bool = False
-    """Lower a request's `max_tokens` to the model's context length, and say so in `x-tuneloop-clamped`, instead of
-    refusing the request as vLLM does. _Serve._"""
+    """Lower a request's `max_tokens` to the model's context (`x-tuneloop-clamped`), instead of refusing it as vLLM
+    does. _Serve._"""
     max_body_bytes: Positive = 16 << 20
     """Bytes of the largest request that is accepted. _Serve._"""
     max_held_bytes: Positive = 512 << 20
-    """Bytes that one worker holds of all requests and large answers together; those beyond it are refused with 503.
-    _Serve._"""
+    """Bytes that one worker holds of all requests and large answers; beyond it requests are 503. _Serve._"""
     head_timeout: Seconds = 30.0
-    """Seconds that a request's headers may take to come, and that a new connection may wait with its first request.
-    _Serve._"""
+    """Seconds that a request's headers may take, and that a new connection may wait. _Serve._"""
     body_timeout: Seconds = 300.0
     """Seconds that a request's body may take to come. _Serve._"""
     max_connections: Positive | None = None
-    """Connections to one worker; for one more the longest idle one is closed. null: as many as its open files allow.
-    _Serve._"""
+    """Connections to one worker; for one more the longest idle one is closed. null: by its open files. _Serve._"""
     admin_key: HardToGuess | None = None
-    """A [key](keys.md), of [the page](ui.md) too, with the scope `admin` that is never listed nor revoked, at least 16
-    characters of ASCII; null: there is none. Better set by `TUNELOOP__EXPLORER__ADMIN_KEY`. _Serve._"""
+    """A [key](keys.md) with the scope `admin`, for the page too, of at least 16 ASCII characters; null: none. Better
+    set by `TUNELOOP__EXPLORER__ADMIN_KEY`. _Serve._"""
     version_pins: bool = False
     """Let clients [name the version](clients.md#one-version) that answers them: `model: "<name>@<version>"`.
     _Serve._"""

@@ -46,16 +46,15 @@ class Settings(Section):
     """All settings of one experiment."""
 
     mode: Literal["serve", "train", "both"] = "both"
-    """Which services `tuneloop run` starts: the explorer (`serve`), the trainer (`train`), or both on this machine. In
-    `both` [the end of one is never the end of the other](operations.md#both-on-one-machine)."""
+    """Which services `tuneloop run` starts: the explorer (`serve`), the trainer (`train`), or
+    [both](one_machine.md#systemd)."""
     project: FolderName = "tuneloop"
     """First folder below `checkpoint_root_dir`. Explorer and trainer need the same."""
     name: FolderName = "default"
     """Folder of the experiment below the project. Explorer and trainer need the same."""
     checkpoint_root_dir: Path = Path("checkpoints")
-    """Where all that is kept goes: `{checkpoint_root_dir}/{project}/{name}` is the job folder. A relative path starts
-    at the folder where the command is started. On several machines: a file system that all of them mount at the same
-    path."""
+    """Where everything is kept: `{checkpoint_root_dir}/{project}/{name}` is the job folder. On several machines: a file
+    system that all mount at the same path."""
     model: ModelSettings
     algorithm: AlgorithmSettings = AlgorithmSettings()
     cluster: ClusterSettings = ClusterSettings()
@@ -67,9 +66,9 @@ class Settings(Section):
     judge: JudgeSettings = JudgeSettings()
     retention: RetentionSettings = RetentionSettings()
     tenants: dict[str, TenantSettings] = Field(default_factory=dict)
-    """What holds for a [tenant](keys.md#tenants) where a request says nothing else, by its name: `{acme: {store: false,
-    train: false, retention: {trained: 86400}}}`. Each has `store`, `train` and `retention`; what is not written is as
-    for all, and both are true. `store: always` keeps replies to requests with [`store: false`](clients.md#codex)."""
+    """What holds for a [tenant](keys.md#tenants) where a request says nothing else: `{acme: {store: false, train:
+    false, retention: {trained: 86400}}}`. `store: always` keeps replies to requests with [`store:
+    false`](clients.md#codex)."""
     privacy: PrivacySettings = PrivacySettings()
     monitor: MonitorSettings = MonitorSettings()
     gate: GateSettings = GateSettings()

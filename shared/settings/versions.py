@@ -52,17 +52,15 @@ class EvaluationSettings(Section):
     """Tasks with known answers that are never trained on; without a `path` nothing is evaluated."""
 
     path: Path | None = None
-    """[Tasks with known answers](drift.md#held-out-evaluation) that the model is asked while it is trained, and before
-    a version is served where there is a [gate](gate.md); a JSON Lines file; null: none."""
+    """A JSON Lines file of [tasks with known answers](versions.md#held-out-tasks); null: none."""
     every: Positive = 20
     """Steps between two evaluations. Each costs training time. _Train._"""
     judge: Literal["exact", "contains", "regex", "function", "model"] = "contains"
-    """How right a reply is. `exact`: it is the answer, white space at its ends aside. `contains`: the answer stands in
-    it. `regex`: the answer, a regular expression, is found in it. `function`: `monitor.evaluation.function` says.
-    `model`: the model of the section `judge` says."""
+    """How right a reply is: it is the answer (`exact`), has it (`contains`), matches it (`regex`), or as
+    `monitor.evaluation.function` or the model of `judge` says."""
     function: FunctionName | None = None
-    """A function of your own, as `package.module:name`, that is called with the question, the answer and the reply, and
-    says a number from 0 to 1."""
+    """A function of your own, `package.module:name`, called with question, answer and reply; it returns a number from 0
+    to 1."""
 
     #: Tokens of an answer at most: tasks with known answers have short ones.
     most_tokens: ClassVar[int] = 256
@@ -76,9 +74,8 @@ class DriftSettings(Section):
     """When a monitor raises its alarm."""
 
     action: Literal["report", "suspect", "hold"] = "suspect"
-    """What an open [alarm](drift.md#alarms) does. `report`: it is shown. `hold`: no new version is served either, until
-    it is cleared. `suspect`: so for the alarms that say that feedback cannot be trusted, or that the model is worse for
-    it; the others are shown. _Train._"""
+    """What an open [alarm](troubleshooting.md#alarms) does: it is shown (`report`), holds new versions (`hold`), or
+    holds them if feedback cannot be trusted or the model is worse (`suspect`). _Train._"""
 
     #: Regular expressions, upper and lower case alike; a reply refuses if one is in its first 2000 characters.
     refusal_patterns: ClassVar[tuple[str, ...]] = _REFUSALS
@@ -133,8 +130,7 @@ class MonitorSettings(Section):
     """Where curves are written, and what is watched."""
 
     monitor_type: Literal["tensorboard", "wandb", "mlflow"] = "tensorboard"
-    """Curves are TensorBoard files in `monitor/tensorboard` of the job folder, always; `wandb`, `mlflow`: a
-    [tracker](metrics.md#trackers) gets the trainer's as well. _Train._"""
+    """Where the trainer's curves go besides TensorBoard: a [tracker](metrics.md#trackers). _Train._"""
     otlp_url: Annotated[str, AfterValidator(_a_receiver)] | None = None
     """Where [traces](metrics.md#traces) go, by OTLP over HTTP: `http://host:4318`; null: nowhere."""
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -161,8 +157,8 @@ class GateSettings(Section):
     """What a candidate must show before it answers anybody; a bare word is its `mode`."""
 
     mode: Literal["off", "report", "block"] = "off"
-    """What is done with a candidate that does worse than the champion on the tasks of `monitor.evaluation.path`:
-    nothing is tried (`off`), it is written down (`report`), or the candidate is rejected (`block`)."""
+    """What is done with a candidate that does [worse than the champion](versions.md#gate): nothing (`off`), an event
+    (`report`), or it is rejected (`block`)."""
     #: How far its score on a slice of the tasks may lie below the champion's: a slice has fewer tasks, and more chance.
     slice_margin: ClassVar[float] = 0.05
     #: How many times as long as the champion's, or as short, its answers may be: as the monitor `reply_length` has it.
@@ -199,16 +195,14 @@ class RolloutSettings(Section):
     """How the traffic goes over to a new version, and what brings it back."""
 
     mode: Literal["all", "rolling", "canary", "shadow", "ab"] = "all"
-    """All engines at once one after the other (`all`), or never more at a time than leaves others to serve (`rolling`);
-    a small part of the traffic first (`canary`), copies of it that nobody sees (`shadow`), or a fixed split until one
-    is shown to be better (`ab`). The last three need two engines, or one that serves adapters. _Serve._"""
+    """How a version takes over: `all` engines, `rolling` while others answer, or after a [trial](versions.md#rollout)
+    (`canary`, `shadow`, `ab`), which needs two engines, or one with adapters. _Serve._"""
     share: Share | None = None
-    """The part of the traffic that the new version gets, or gets copies of; null: 0.1 of a canary or a shadow, 0.5 of
-    `ab`. _Serve._"""
+    """The share of the traffic on trial; null: 0.1, of `ab` 0.5. _Serve._"""
     window: Seconds = 3600.0
     """Seconds after which a version that is tried is decided about. _Serve._"""
     latency: AboveOne | None = 1.5
-    """How many times as long as the champion's its replies may take per token; null: not looked at. _Serve._"""
+    """How many times the champion's seconds a token its replies may take; null: any. _Serve._"""
 
     #: How probable it may be that the test calls one better, or worse, when they are the same, however often it looks.
     error: ClassVar[float] = 0.05

@@ -9,7 +9,7 @@ from tests.clients.packages import EXAMPLES, PACKAGES, ROOT
 
 pytestmark = pytest.mark.contract
 
-DOCS, TABLE = ((ROOT / "docs" / page).read_text() for page in ("clients.md", "client_packages.md"))
+DOCS = (ROOT / "docs" / "clients.md").read_text()
 SHOWN = dict(re.findall(r"\((?:\.\./)examples/clients/([\w.]+)\)\n\n```\w+\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL))
 FILES = sorted(file for file in EXAMPLES.iterdir() if file.suffix in {".py", ".mjs", ".sh"})
 VERSION = re.compile(r"^\| [^|]+ \| `([\w./@-]+)` ((?:\d[\w.]*(?:, )?)+) \|", re.MULTILINE)
@@ -26,7 +26,7 @@ def test_every_example_is_run():
 
 
 def test_the_versions_told_are_those_installed():
-    told = {(name, version) for name, versions in VERSION.findall(TABLE) for version in versions.split(", ")}
+    told = {(name, version) for name, versions in VERSION.findall(DOCS) for version in versions.split(", ")}
     node = json.loads((ROOT / "tests" / "clients" / "package.json").read_text())["dependencies"].items()
     pins = {tuple(line.split("==")) for file in (ROOT / "tests" / "clients").glob("*.txt") for line in _pins(file)}
     assert len(told) >= 12

@@ -21,7 +21,7 @@ IMAGES = sorted((DEPLOY / "images").glob("*.Dockerfile"))
 COMPOSE = [DEPLOY / "compose" / name for name in ("compose.yaml", "compose.gpu.yaml")]
 OVERLAYS = ("base", "kuberay")
 
-#: What is made by hand before: docs/deployment.md.
+#: What is made by hand before: docs/several_machines.md.
 MADE_BY_HAND = {("Secret", "tuneloop-secrets"), ("Secret", "tuneloop-ray")}
 
 Resource = dict[str, Any]
@@ -225,7 +225,7 @@ def test_every_container_of_the_ray_cluster_shows_its_token() -> None:
     assert [each["name"] for each in containers] == ["ray-head", "explorer", "ray-worker"]
     assert all({"secretRef": {"name": "tuneloop-ray"}} in each["envFrom"] for each in containers)
     [made] = re.findall(
-        r"create secret generic tuneloop-ray ((?:.*\\\n)*.*)", (ROOT / "docs/deployment.md").read_text()
+        r"create secret generic tuneloop-ray ((?:.*\\\n)*.*)", (ROOT / "docs/several_machines.md").read_text()
     )
     assert set(re.findall(r"--from-literal=(\w+)=", made)) == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
 

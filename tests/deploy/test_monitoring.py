@@ -29,6 +29,7 @@ from tests.explorer.processes.test_workers import chat, hired
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.versions.test_reload import candidate, until_ready
 from tests.factories import committed
+from tests.house.documents.page_files import part_below
 from tests.loop.harness.services import free_port
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.capacity.pace import VersionPace
@@ -138,15 +139,15 @@ def test_a_rule_that_is_wrong_would_be_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)
 def test_each_alert_has_its_runbook(rule: dict[str, Any]) -> None:
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-    headings = re.findall(r"^## (.+)$", (ROOT / page).read_text(), re.MULTILINE)
-    assert page == "docs/runbooks.md"
+    headings = re.findall(r"^### (.+)$", (ROOT / page).read_text(), re.MULTILINE)
+    assert page == "docs/troubleshooting.md"
     assert anchor == rule["alert"].lower()
     assert rule["alert"] in headings
 
 
 def test_each_runbook_has_its_alert() -> None:
-    text = (ROOT / "docs" / "runbooks.md").read_text()
-    assert re.findall(r"^## (.+)$", text, re.MULTILINE) == NAMES
+    text = part_below((ROOT / "docs" / "troubleshooting.md").read_text(), "Runbooks")
+    assert re.findall(r"^### (.+)$", text, re.MULTILINE) == NAMES
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel.title)

@@ -1,4 +1,4 @@
-"""An upgrade in the order of docs/deployment.md, under load: an earlier release by its checkout, HAProxy in front.
+"""An upgrade in the order of docs/several_machines.md, under load: an earlier release by its checkout, behind HAProxy.
 
 Clients ask, stream, rate and commit all the while, and the trainer of each release makes versions that are served.
 """

@@ -36,9 +36,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_mkdocs
 def test_it_has_every_page_and_a_search(site: Path) -> None:
     built = {file.relative_to(site).as_posix() for file in site.rglob("*.html")}
-    assert {"index.html", "settings.html", "methods/ppo.html", "source/benchmarks/RESULTS.html"} <= built
+    assert {"index.html", "settings.html", "methods.html", "source/benchmarks/RESULTS.html"} <= built
     assert len(built) >= len([page for page in PAGES if page.parent != ROOT])
-    assert "from statements to rewards" in (site / "search" / "search_index.json").read_text()
+    assert "how your application says what a reply was worth" in (site / "search" / "search_index.json").read_text()
 
 
 @needs_mkdocs

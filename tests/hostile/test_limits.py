@@ -13,6 +13,7 @@ from tests.doubles.engine import CHAT, MODEL, EnginePlace
 from tests.explorer.running import HELLO, RunningExplorer, explorer_running, settings_for
 from tests.explorer.wire import BODY, Wire, chunked
 from tests.hostile.bed import ADMIN_KEY
+from tests.house.documents.page_files import part_below
 from tuneloop.explorer import edge, tokens
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.drain import STOP_S
@@ -84,8 +85,8 @@ FIXED: dict[str, object] = {
     "an administrator's reason": admin.MAX_REASON,
     "events of versions in one answer": admin.MAX_EVENTS,
     "lines that one event writes to a process's log": logging.LINES_AT_ONCE,
-    "open [fine-tuning jobs](fine_tuning.md) of a tenant": job_requests.MOST_OPEN,
-    "a [file](files.md)": files.MAX_FILE_BYTES,
+    "open [fine-tuning jobs](files.md#fine-tuning-jobs) of a tenant": job_requests.MOST_OPEN,
+    "a [file](files.md#files)": files.MAX_FILE_BYTES,
     "a part of an upload": files.MAX_PART_BYTES,
     "how long an upload may take": UPLOAD_S,
     "room that files leave on the disk": files.RESERVED_BYTES,
@@ -104,7 +105,11 @@ class Limit(NamedTuple):
 
 
 def table() -> dict[str, Limit]:
-    rows = [line.strip("|").split("|") for line in _PAGE.read_text().splitlines() if line.startswith("| ")][1:]
+    rows = [
+        line.strip("|").split("|")
+        for line in part_below(_PAGE.read_text(), "Limits").splitlines()
+        if line.startswith("| ")
+    ][1:]
     found = [
         Limit(*(each.strip(" `") if place == 2 else each.strip() for place, each in enumerate(row))) for row in rows
     ]

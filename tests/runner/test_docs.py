@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md and docs/judges.md run as they stand."""
+"""The examples of rewards, judges and runs run as they stand, and the tables for movers name what there is."""
 
 import inspect
 import re
@@ -9,18 +9,15 @@ import pytest
 
 import tuneloop.runner
 from tests.doubles.judge import judge_place, verdict
+from tests.house.documents.page_files import DOCS, part_below, python_of
 from tuneloop.runner.tuning import config_file
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+MOVING = (DOCS / "limits.md").read_text()
 
 
 def test_the_rewards_are_what_the_page_says() -> None:
     names: dict[str, Any] = {}
-    for block in blocks("rewards.md"):
+    for block in python_of("giving_feedback.md", "Rewards from code"):
         exec(block, names)  # noqa: S102 - our own page
     assert names["body"]["feedback"][0]["value"] == 3.3
 
@@ -32,7 +29,7 @@ def test_the_judge_is_used_as_the_page_says(tmp_path: Path, monkeypatch: pytest.
     with judge_place() as double:
         two = verdict(5, 4, names="relevance accuracy")
         double.says = [verdict(5, 3, 1), two, rubric]
-        for block in blocks("judges.md"):
+        for block in python_of("giving_feedback.md", "Judges"):
             exec(block.replace("http://localhost:8000", double.url), names)  # noqa: S102
         names["judge"].close()
     assert names["verdict"].total == 3.0
@@ -42,7 +39,7 @@ def test_the_judge_is_used_as_the_page_says(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_run_and_its_model_are_what_the_page_says() -> None:
     names: dict[str, Any] = {}
-    for block in blocks("runs.md"):
+    for block in python_of("tune.md", "Runs"):
         exec(block, names)  # noqa: S102 - our own page
     assert names["run"].calls.msg_ids == []
 
@@ -52,8 +49,7 @@ def test_every_name_of_agentscope_rl_is_told_what_it_is_here() -> None:
         "OnlineTrainer RLRuntime DataCollector HotUpdater ModelManager ABTestFramework MathAgentTrainer ToolUseTrainer "
         "ToolUseEvaluator MultiAgentGame GameTrainer RewardFunction LLMJudge HumanPreferenceCollector DPOTrainer"
     )
-    page = (DOCS / "agentscope_tuner.md").read_text()
-    rows = page.partition("## Names of `agentscope.rl`")[2].partition("\n## ")[0].splitlines()
+    rows = part_below(MOVING, "Names of `agentscope.rl`").splitlines()
     rows = [row for row in rows if row.startswith("| `")][1:]
     assert [name for name in theirs.split() if not any(f"`{name}" in row.split(" | ")[0] for row in rows)] == []
     ours = re.findall(r"`([A-Z]\w+|reward_function)`", " ".join(row.split(" | ")[1] for row in rows if row))
@@ -66,8 +62,7 @@ def test_every_name_of_agentscopes_tuner_is_told_what_it_is_here() -> None:
         "tune AlgorithmConfig WorkflowType WorkflowOutput JudgeType JudgeOutput DatasetConfig TunerModelConfig "
         "TinkerConfig check_workflow_function check_judge_function tune_prompt PromptTuneConfig select_model"
     )
-    page = (DOCS / "agentscope_tuner.md").read_text()
-    assert [name for name in theirs.split() if f"`{name}" not in page] == []
+    assert [name for name in theirs.split() if f"`{name}" not in MOVING] == []
     ours = set(theirs.split()) - {"tune_prompt", "PromptTuneConfig", "select_model"}
     assert ours <= set(tuneloop.runner.__all__)
 
@@ -76,7 +71,7 @@ def test_every_key_of_trinitys_that_tune_reads_is_told() -> None:
     source = inspect.getsource(config_file)
     calls = re.findall(r"_take(?:_first)?\(([^)]*)\)", source)
     read = {key for call in calls for key in re.findall(r'"([\w.]+)"', call)}
-    page = (DOCS / "agentscope_tuner.md").read_text().partition("## Keys of Trinity's YAML")[2]
+    page = part_below(MOVING, "Keys of Trinity's YAML")
     told: set[str] = set()
     for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE):
         first, *others = re.findall(r"`([\w.]+)`", row) or [""]

@@ -1,4 +1,4 @@
-"""docs/data.md: its rows have the columns of real ones, and its Python runs on real files."""
+"""docs/files.md, Export and import: its rows have the columns of real ones, and its Python runs on real files."""
 
 import json
 import re
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.data.exporting import about, asked
+from tests.house.documents.page_files import DOCS, part_below
 from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.shared.experience import Kind
 from tuneloop.shared.ledger.export import Selection
@@ -15,7 +16,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.schema import metadata
 
-PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+PAGE = part_below((DOCS / "files.md").read_text(), "Export and import")
 
 
 def blocks(language: str) -> list[str]:
@@ -54,4 +55,4 @@ def test_its_python_runs(folder: Path, monkeypatch: pytest.MonkeyPatch, block: s
 @pytest.mark.parametrize("block", [block for block in blocks("python") if "trl" in block])
 def test_its_python_for_trl_compiles(block: str) -> None:
     """TRL is too heavy for every run of the tests."""
-    compile(block, "data.md", "exec")
+    compile(block, "files.md", "exec")

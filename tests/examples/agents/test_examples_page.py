@@ -1,4 +1,4 @@
-"""docs/examples.md: its commands are commands, its examples are there, and each of them fits on a page."""
+"""docs/tune.md, Examples: its commands are commands, its examples are there, and each of them fits on a page."""
 
 import ast
 import re
@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.learning import agents
 from examples.worlds.experiment import options_of
 
 ROOT = Path(__file__).parent.parent.parent.parent
-PAGE = (ROOT / "docs" / "examples.md").read_text()
+PAGE = (ROOT / "docs" / "tune.md").read_text()
 NAMES = re.findall(r"^\| \[(\w+)\]\(\.\./examples/\w+/main\.py\) \|", PAGE, re.MULTILINE)
 COMMANDS = [shlex.split(line, comments=True)[2:] for line in PAGE.splitlines() if line.startswith("python -m ")]
 
@@ -30,15 +29,12 @@ def test_a_command_of_the_page_is_one(command: list[str]) -> None:
     assert find_spec(module)
     if module.endswith(("math_agent.main", "email_search.main", "json_format.main")):
         options_of("an_example", steps=1, rate=1e-4, arguments=arguments)
-    if module == agents.__name__:
-        agents._options(arguments)
 
 
 def workflows() -> Iterator[tuple[str, ast.AsyncFunctionDef]]:
     """The async functions with a `model`, of the examples and of the page of tune()."""
     texts = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "examples").rglob("*.py")}
-    page = (ROOT / "docs" / "tune.md").read_text()
-    texts |= {f"tune.md {n}": each for n, each in enumerate(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))}
+    texts |= {f"tune.md {n}": each for n, each in enumerate(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S))}
     for name, text in texts.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.AsyncFunctionDef) and any(each.arg == "model" for each in node.args.args):

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +15,7 @@ from tests.doubles.engine import MODEL, EngineDouble, engine_place
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tests.factories import exchange, experience
+from tests.house.documents.page_files import python_of
 from tuneloop.explorer.routes.stored_completions import DEFAULT_LIMIT, MAX_LIMIT
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import Exchange, State
@@ -193,8 +192,7 @@ def test_two_hundred_replies_are_found_as_soon_as_they_are_answered(explorer: Ru
 
 
 def test_the_python_of_the_page_runs(explorer: RunningExplorer, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "stored.md").read_text()
-    [block] = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    [block] = python_of("clients.md", "Stored completions")
     response = explorer.chat(metadata={"task_id": "task-1"}).json()
     exec(block.replace("http://localhost:8010", explorer.url), {})  # noqa: S102
     answer = response["choices"][0]["message"]["content"]

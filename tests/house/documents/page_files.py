@@ -40,6 +40,23 @@ def blocks_of(page: Path) -> Iterator[Block]:
         yield Block(name_of(page), text.count("\n", 0, match.start()) + 1, match[2], match[3])
 
 
+def part_below(text: str, heading: str) -> str:
+    """What stands below a heading, up to the next one that is no lower. Raises ValueError without it."""
+    prose = _BLOCK.sub(lambda block: "." * len(block[0]), text)
+    found = re.search(rf"^(#+) {re.escape(heading)}\n", prose, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"no heading {heading!r}")
+    following = re.compile(rf"^#{{1,{len(found[1])}}} ", re.MULTILINE).search(prose, found.end())
+    return text[found.end() : following.start() if following else None]
+
+
+def python_of(page: str, *headings: str) -> list[str]:
+    """The blocks of Python of a page of docs/, or of these of its sections."""
+    text = (DOCS / page).read_text()
+    parts = [part_below(text, heading) for heading in headings] or [text]
+    return [match[3] for part in parts for match in _BLOCK.finditer(part) if match[2] == "python"]
+
+
 def prose_of(text: str) -> str:
     """A page without its blocks of code."""
     return _BLOCK.sub("", text)

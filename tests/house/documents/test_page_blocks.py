@@ -12,28 +12,19 @@ from tuneloop.shared.settings.loader import read_settings
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
-#: The test that runs a page's Python, and its JavaScript.
+#: The test that runs a page's Python, and its JavaScript, or a part of it: others run the rest.
 RUN_BY = {
     "README.md": "tests/documents/test_python.py",
     "docs/architectures.md": "tests/trainer/models/test_families.py",
     "docs/clients.md": "tests/clients/test_docs.py",
-    "docs/collect.md": "tests/runner/collection/test_collect_page.py",
-    "docs/data.md": "tests/cli/data/test_data_page.py",
-    "docs/feedback_client.md": "tests/runner/feedback/test_feedback_docs.py",
-    "docs/files.md": "tests/documents/test_python.py",
-    "docs/fine_tuning.md": "tests/explorer/finetuning/test_reinforcement.py",
-    "docs/judges.md": "tests/runner/test_docs.py",
+    "docs/files.md": "tests/cli/data/test_data_page.py",
+    "docs/giving_feedback.md": "tests/runner/test_docs.py",
     "docs/keys.md": "tests/explorer/ui/browser/test_browser.py",
-    "docs/messages.md": "tests/documents/test_python.py",
-    "docs/one_gpu.md": "tests/documents/test_python.py",
+    "docs/own_model.md": "tests/documents/test_python.py",
     "docs/quick_start.md": "tests/documents/test_python.py",
-    "docs/recipes.md": "tests/documents/test_python.py",
-    "docs/rewards.md": "tests/runner/test_docs.py",
-    "docs/runs.md": "tests/runner/test_docs.py",
     "docs/shadow.md": "tests/runner/shadow/test_shadow_docs.py",
-    "docs/stored.md": "tests/documents/test_python.py",
-    "docs/tasks.md": "tests/runner/tasks/test_tasks_page.py",
     "docs/tune.md": "tests/runner/tuning/test_views.py",
+    "docs/versions.md": "tests/runner/collection/test_collect_page.py",
     "runner/README.md": "tests/runner/test_distribution.py",
 }
 
@@ -46,11 +37,9 @@ TRIED = {
     "python -m tuneloop.runner tasks ": "tests/runner/tasks/test_tasks_page.py",
     "python -m tuneloop.runner shadow ": "tests/runner/shadow/test_shadow_process.py",
     "python -m examples.math_agent.main": "tests/examples/agents/test_examples_page.py",
-    "python -m examples.math_agent.pretrain": "tests/examples/agents/test_examples_page.py",
     "python -m examples.email_search.main": "tests/examples/agents/test_examples_page.py",
     "python -m examples.production_feedback.main": "tests/examples/agents/test_examples_page.py",
     "python -m examples.shadow.main": "tests/examples/agents/test_examples_page.py",
-    "python -m benchmarks.learning.agents": "tests/examples/agents/test_examples_page.py",
     ".venv/bin/python -m examples.tasks": "tests/examples/test_tasks.py",
     "python -m examples.flywheel.main": "tests/examples/test_flywheel.py",
 }
@@ -85,7 +74,7 @@ def commands_of(block: Block) -> list[str]:
 
 
 def shell_blocks() -> list[Block]:
-    return [block for block in BLOCKS if block.language == "sh" and block.page != "docs/clients.md"]
+    return [block for block in BLOCKS if block.language == "sh" and not block.text.startswith("#!")]
 
 
 def test_there_are_blocks_of_known_languages_only() -> None:

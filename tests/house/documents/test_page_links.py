@@ -56,7 +56,6 @@ def test_pages_that_the_code_names_are_there() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Those of docs/methods are added by scripts/docs_site.py."""
     navigation = (ROOT / "mkdocs.yml").read_text()
     assert [page.name for page in DOCS.glob("*.md") if f": {page.name}\n" not in navigation] == []
 

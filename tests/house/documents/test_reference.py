@@ -6,7 +6,7 @@ import re
 from types import ModuleType
 
 import pytest
-from page_files import DOCS, ROOT
+from page_files import DOCS, ROOT, part_below
 
 from tuneloop import runner
 from tuneloop.explorer.engines.fleet import EngineState
@@ -60,26 +60,25 @@ def test_a_table_of_options_is_what_their_docstrings_say(reference: ModuleType) 
 
 
 def test_every_state_is_on_its_page() -> None:
-    assert [each for each in State if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
-    assert [each for each in VersionState if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
-    assert [each for each in EngineState if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
-    assert [each for each in Outcome if f"| `{each}` |" not in (DOCS / "states.md").read_text()] == []
+    concepts, feedback = ((DOCS / page).read_text() for page in ("concepts.md", "feedback.md"))
+    assert [each for each in (*State, *VersionState, *EngineState) if f"| `{each}` |" not in concepts] == []
+    assert [each for each in Outcome if f"| `{each}` |" not in feedback] == []
 
 
 def test_every_table_of_the_database_that_has_something_of_people_is_told() -> None:
-    """A new table: does it hold what somebody wrote, or who it was? Then it is a row of kept.md."""
+    """A new table: does it hold what somebody wrote, or who it was? Then it is a row of privacy.md."""
     without = {
         *("alarms", "epochs", "evaluations", "experience_counts", "experiment", "explorers", "mismatches"),
         *("outbox_files", "reward_rules", "shared_counts", "version_events", "versions"),
     }
-    page = (DOCS / "kept.md").read_text()
+    page = part_below((DOCS / "privacy.md").read_text(), "What is kept where")
     told = {name for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     told |= set(re.findall(r"table `(\w+)`", page))
     assert told == metadata.tables.keys() - without
 
 
 def test_why_a_reply_is_no_sample_is_told_parameter_by_parameter() -> None:
-    page = (DOCS / "reasons.md").read_text().partition("## Sampled otherwise")[2]
+    page = (DOCS / "explain.md").read_text().partition("## Sampled otherwise")[2]
     names = {name.partition("_")[0] + "_…" if name.startswith("guided_") else name for name in NEUTRAL}
     names |= {f"sampling:{name}" for name in BEYOND_IDS}
     assert {name for name in names if f"`{name}`" not in page} == set()
@@ -89,7 +88,7 @@ def test_every_alarm_is_on_its_page() -> None:
     of_explorers = {attestation.ALARM, loading.DAMAGED, loading.UNREADABLE, LEDGER_OLDER, REFUSED, CLOCK_SKEW}
     of_trainers = {teacher._AWAY, monitors.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH, *OF_TRAINERS}
     alarms = of_explorers | {KEY_CHANGED, *STOPS, TRAINER_SILENT} | of_trainers
-    page = (DOCS / "reasons.md").read_text()
+    page = (DOCS / "troubleshooting.md").read_text()
     assert _first_column(page, "| alarm |") == alarms
     assert _first_column(page, "| monitor |") == RULES.keys()
 
@@ -102,7 +101,7 @@ def _first_column(page: str, head: str) -> set[str]:
 
 def test_every_option_of_tune_is_on_its_page() -> None:
     """With its default, but for those that are resolved later: None in the signature."""
-    page = (DOCS / "tune_options.md").read_text()
+    page = part_below((DOCS / "settings.md").read_text(), "Options of tune()")
     rows = {
         name: default.strip("`")
         for names, defaults in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|([^|]*)\|", page, re.MULTILINE)

@@ -1,6 +1,5 @@
-"""The examples of docs/collect.md run as they stand."""
+"""The examples of records, preferences and versions run: docs/tune.md, giving_feedback.md, versions.md."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +7,16 @@ import pytest
 
 from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer
-from tests.install.wheels import ROOT
+from tests.house.documents.page_files import python_of
 from tests.runner.collection.conftest import KEY
 from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.shared.ledger.export import Selection
 
-PAGE = (ROOT / "docs" / "collect.md").read_text()
+BLOCKS = [
+    *python_of("tune.md", "Records"),
+    *python_of("giving_feedback.md", "Preferences"),
+    *python_of("versions.md", "From a program"),
+]
 
 
 def test_its_python_runs(trying: RunningExplorer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +25,7 @@ def test_its_python_runs(trying: RunningExplorer, tmp_path: Path, monkeypatch: p
     trying.until_flushed()
     export(trying.ledger, ExportRequest(Format("experiences"), Selection("default")), Path("rows.jsonl"))
     names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+    for block in BLOCKS:
         mine = block.replace("http://localhost:8010", trying.url).replace('"KEY"', repr(KEY))
         exec(mine.replace('model="tiny"', f'model="{MODEL}"'), names)  # noqa: S102 - our own page
     assert names["preference"].sent

@@ -1,4 +1,4 @@
-"""The examples of docs/feedback_client.md run as they stand, against a real explorer."""
+"""The examples of docs/giving_feedback.md, From an app, run as they stand, against a real explorer."""
 
 import asyncio
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import openai
 
 from tests.explorer.running import HELLO, RunningExplorer
-from tests.runner.test_docs import blocks
+from tests.house.documents.page_files import python_of
 
 
 def test_the_client_does_what_the_page_says(explorer: RunningExplorer, tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_the_client_does_what_the_page_says(explorer: RunningExplorer, tmp_path:
     several = client.chat.completions.create(**HELLO, n=2)  # type: ignore[call-overload]
     client.close()
     names: dict[str, Any] = {"reply": reply, "another": another, "several": several}
-    for block in blocks("feedback_client.md"):
+    for block in python_of("giving_feedback.md", "From an app"):
         here = block.replace("http://localhost:8010", explorer.url).replace("/var/lib/app", str(tmp_path))
         exec(here, names)  # noqa: S102 - our own page
     asyncio.run(names["rate"](another, False))

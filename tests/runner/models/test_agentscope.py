@@ -67,7 +67,7 @@ def test_ten_calls_of_a_react_agent_are_one_sequence_and_its_summary_without_too
     assert sorted(len(each.calls) for each in sequences) == [1, 10]
     alone = sum(len(each.ids) for each in assemble(calls[:10], merge=False))
     merged = max(len(each.ids) for each in sequences)
-    page = " ".join((ROOT / "docs" / "runs.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "tune.md").read_text().split())
     assert f"are {alone:,} tokens one by one and {merged:,} merged: {alone / merged:.1f} times fewer" in page
 
 

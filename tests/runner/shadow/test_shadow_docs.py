@@ -7,7 +7,7 @@ from openai import AsyncOpenAI
 
 from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer, eventually
-from tests.runner.test_docs import DOCS, blocks
+from tests.house.documents.page_files import DOCS, python_of
 from tuneloop.runner import TrainingRunner
 from tuneloop.runner.shadow.executor import KINDS
 
@@ -15,7 +15,7 @@ from tuneloop.runner.shadow.executor import KINDS
 def test_the_runner_does_what_the_page_says(explorer: RunningExplorer) -> None:
     client = AsyncOpenAI(base_url=f"{explorer.url}/v1", api_key="none")
     names: dict[str, Any] = {"MODEL": MODEL, "client": client}
-    for block in blocks("shadow.md"):
+    for block in python_of("shadow.md"):
         here = block.replace("http://localhost:8010", explorer.url).replace("of(0.1)", "of(1)")
         exec(here.replace('AsyncOpenAI(), "gpt-4"', "client, MODEL"), names)  # noqa: S102 - our own page
 
@@ -32,5 +32,5 @@ def test_the_runner_does_what_the_page_says(explorer: RunningExplorer) -> None:
 
 
 def test_every_counter_is_on_the_page() -> None:
-    page = (DOCS / "reasons.md").read_text()
+    page = (DOCS / "shadow.md").read_text()
     assert [kind for kind in KINDS if f"`{kind}`" not in page] == []

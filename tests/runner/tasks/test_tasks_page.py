@@ -1,4 +1,4 @@
-"""The examples of docs/tasks.md run as they stand, and name what there is."""
+"""The examples of docs/files.md, Tasks from logs, run as they stand, and name what there is."""
 
 import re
 import shlex
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tests.doubles.judge import judge_place
-from tests.install.wheels import ROOT
+from tests.house.documents.page_files import DOCS, part_below
 from tests.runner.logs.writing import ANSWER, USER, write_lines
 from tuneloop.runner.__main__ import main as run_command
 from tuneloop.runner.tasks.tasks_command import make_parser
 
-PAGE = (ROOT / "docs" / "tasks.md").read_text()
+PAGE = part_below((DOCS / "files.md").read_text(), "Tasks from logs")
 
 
 def blocks(language: str) -> list[str]:

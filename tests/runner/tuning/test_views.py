@@ -1,19 +1,22 @@
 """What is shown: curves for TensorBoard, and the examples of docs/tune.md."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.clients.packages import PLACES, ROOT
 from tests.doubles.serving import serving
+from tests.house.documents.page_files import DOCS, python_of
 from tests.runner.tuning.interrupting.resumed import guess
-from tests.runner.tuning.service_double import ServiceDouble
+from tests.runner.tuning.service_double import ServiceDouble, knows_more_with_every_version
 from tuneloop.runner import AlgorithmConfig, tune
 from tuneloop.runner.tuning.views import interval_of
 
-DOCS = Path(__file__).parents[3] / "docs" / "tune.md"
 TASKS = [{"question": f"{n}+1"} for n in range(4)]
 
 
@@ -33,7 +36,7 @@ def test_curves_are_written_where_tensorboard_finds_them_and_the_page_names_them
     curves = EventAccumulator(str(result.tensorboard / "runner"))
     curves.Reload()
     names = set(curves.Tags()["scalars"])
-    rows = DOCS.read_text().split("| curve | is |")[1].split("\n\n")[0]
+    rows = (DOCS / "tune.md").read_text().split("| curve | is |")[1].split("\n\n")[0]
     assert {name.replace("metrics/luck", "metrics/{name}") for name in names} == set(
         re.findall(r"`([a-z_]+/[a-z_/{}]+)`", rows)
     )
@@ -58,14 +61,34 @@ def test_the_interval_is_wilsons_of_binary_rewards_and_students_of_others(
     assert (found.low, found.high) == (pytest.approx(low, abs=1e-3), pytest.approx(high, abs=1e-3))
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_examples_of_the_page_run(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+WITH_AGENTSCOPE, *WITH_OPENAI = python_of("tune.md")[:3]
+
+
+@pytest.mark.parametrize("block", WITH_OPENAI, ids=("alone", "several models"))
+def test_the_examples_of_the_page_run(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    block = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.MULTILINE | re.DOTALL)[number]
-    names: dict[str, Any] = {}
     one, other = ServiceDouble(), ServiceDouble()
     with serving(one) as url, serving(other) as second:
         code = block.replace("http://localhost:8010", url).replace("http://localhost:8011", second)
-        exec(code, names)  # noqa: S102 - our own page
+        exec(code, {})  # noqa: S102 - our own page
     assert one.version == 2
-    assert other.version == (2 if number else 0)
+    assert other.version == (2 if "villagers" in block else 0)
+
+
+def test_the_first_example_runs_with_agentscope(tmp_path: Path) -> None:
+    python = PLACES / "agentscope1" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("agentscope1 is not installed: scripts/install-clients")
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment["PYTHONPATH"] = f"{ROOT / 'build' / 'links'}:{environment.get('PYTHONPATH', '')}"
+
+    def answer(parts: Any, version: int, call: int) -> str:
+        return knows_more_with_every_version(parts[0]["text"], version, call)
+
+    service = ServiceDouble(answer=answer)
+    with serving(service) as url:
+        command = [str(python), "-c", WITH_AGENTSCOPE.replace("http://localhost:8010", url)]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert service.version == 2
+    assert len(service.calls) == 8 * 4 + 2 * 8, "two steps, and an evaluation before and after"

@@ -13,7 +13,7 @@ from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.settings.feedback import RewardRule
 
 DOCS = Path(__file__).parents[3] / "docs"
-_ROWS = (DOCS / "states.md").read_text().partition("### What feedback counts as")[2].partition("\n## ")[0]
+_ROWS = (DOCS / "feedback.md").read_text().partition("### What feedback counts as")[2].partition("\n## ")[0]
 TABLE = [[cell.strip() for cell in row.strip("|").split("|")] for row in _ROWS.splitlines() if row.startswith("| ")][1:]
 
 

@@ -46,7 +46,7 @@ def served(ledger: Ledger) -> Ledger:
 
 
 def test_every_reason_is_written_down() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "reasons.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
     assert [code for code in Code if f"\n| `{code}` |" not in page] == []
 
 

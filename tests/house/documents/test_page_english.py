@@ -1,0 +1,61 @@
+"""The pages are read once: few, short, each with its purpose first, in short sentences and the field's own words."""
+
+import re
+from pathlib import Path
+
+import pytest
+from page_files import DOCS, ROOT, name_of, prose_of
+
+#: Of all pages but the decisions. A sentence: nineteen of twenty have no more words.
+MOST_PAGES, MOST_WORDS, LONG_SENTENCE = 25, 28_000, 25
+
+#: Pictures, and words in the order of another language, with what to write instead.
+REFUSED = {
+    r"\b(?:is|are|was|were|be|been) told\b": "shown, sent, or who says it",
+    r"\bhears?\b|\bheard\b": "received",
+    r"\b(?:takes?|taken|took) (?:it |them )?up\b": "loaded",
+    r"\bdear\b": "expensive",
+    r"\breckon(?:s|ed)?\b": "compute, count",
+    r"\bof (?:whom|which) (?:one|nobody|somebody)\b": "a sentence of its own",
+    r"\bsettle(?:s|d|ment)?\b": "compute rewards",
+    r"\bthrown out\b": "replaced, rejected",
+    r"\bgive[ns]? (?:way|up)\b": "yield, cancel",
+    r"\bbears? (?:no|it)\b": "supports",
+    r"\banew\b": "again",
+}
+
+PAGES = sorted(page for page in DOCS.rglob("*.md") if page.name != "decisions.md")
+
+
+def words_of(text: str) -> int:
+    """A word has a letter or a digit: the lines of a table, and dashes, are none."""
+    return sum(1 for word in text.split() if re.search(r"\w", word))
+
+
+def sentences_of(page: Path) -> list[int]:
+    """How many words each sentence of text and lists has; code is one word, and a row of a table is no sentence."""
+    prose = re.sub(r"^    .*$", "", prose_of(page.read_text()), flags=re.MULTILINE)
+    prose = re.sub(r"`[^`]*`", "code", re.sub(r"\]\([^)]*\)", "]", prose))
+    parts = re.split(r"\n\s*\n|\n(?=[-*] |\d+\. |#|\|)", prose)
+    texts = [part for part in parts if not part.lstrip().startswith(("#", "|", "<!--", "!["))]
+    lengths = [words_of(each) for text in texts for each in re.split(r"(?<=[.!?])[)\"*]*\s+", text)]
+    return sorted(length for length in lengths if length)
+
+
+def test_there_are_few_pages_and_few_words() -> None:
+    words = {page.name: words_of(prose_of(page.read_text())) for page in PAGES}
+    assert len(words) <= MOST_PAGES
+    assert sum(words.values()) <= MOST_WORDS, sorted(words, key=lambda name: -words[name])[:5]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_its_first_sentence_says_what_it_is_for_and_most_are_short(page: Path) -> None:
+    assert re.match(r"# .+\n\nThis page (?:shows|lists|says|explains|takes|helps|is)\b", page.read_text())
+    lengths = sentences_of(page)
+    assert lengths[int(len(lengths) * 0.95)] <= LONG_SENTENCE, f"the longest have {lengths[-8:]} words"
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=name_of)
+def test_its_words_are_the_fields(page: Path) -> None:
+    prose = re.sub(r"`[^`\n]*`", "", prose_of(page.read_text()))
+    assert {found[0]: instead for word, instead in REFUSED.items() for found in re.finditer(word, prose)} == {}

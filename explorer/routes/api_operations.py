@@ -18,7 +18,7 @@ POST /v1/messages | clients#messages | Answer in Anthropic's Messages format
 POST /v1/messages/count_tokens | clients#messages | Count the tokens of a conversation
 POST /tokenize | clients | The token ids of a text, or of a conversation's prompt
 POST /detokenize | clients | The text of token ids
-GET /tokenizer_info | clients | What the tokenizer is, where engines say it
+GET /tokenizer_info | clients | What the tokenizer is
 GET /v1/models | clients | The models, and versions that may be named
 GET /v1/models/{model} | clients | One model
 
@@ -27,16 +27,16 @@ POST /v1/files | files | Upload a file, as multipart/form-data: `file`, `purpose
 GET /v1/files | files | Files, newest first
 GET /v1/files/{id} | files | One file
 GET /v1/files/{id}/content | files | What a file holds
-DELETE /v1/files/{id} | files | Delete a file; jobs that learn from it go on
+DELETE /v1/files/{id} | files | Delete a file
 POST /v1/uploads | files | Begin a file that comes in parts
 POST /v1/uploads/{id}/parts | files | Send a part, as multipart/form-data: `data`
 POST /v1/uploads/{id}/complete | files | Make the file of its parts
-POST /v1/uploads/{id}/cancel | files | Give an upload up
+POST /v1/uploads/{id}/cancel | files | Cancel an upload
 POST /v1/fine_tuning/alpha/graders/validate | files | Check a grader
 POST /v1/fine_tuning/alpha/graders/run | files | Grade a reply
 
 Fine-tuning
-DELETE /v1/models/{model} | files#fine-tuning-jobs | Delete what a fine-tuning job has made: it answers nobody from now on
+DELETE /v1/models/{model} | files#fine-tuning-jobs | Delete the model of a fine-tuning job
 POST /v1/fine_tuning/jobs | files#fine-tuning-jobs | Make a job, which learns from a file
 GET /v1/fine_tuning/jobs | files#fine-tuning-jobs | Jobs, newest first
 GET /v1/fine_tuning/jobs/{id} | files#fine-tuning-jobs | One job
@@ -45,15 +45,15 @@ GET /v1/fine_tuning/jobs/{id}/checkpoints | files#fine-tuning-jobs | The version
 POST /v1/fine_tuning/jobs/{id}/{action} | files#fine-tuning-jobs | `cancel`, `pause` or `resume` a job
 
 Feedback
-POST /feedback | feedback | Say what replies are worth: now, or weeks later. 200 means that it is on disk
+POST /feedback | feedback | Say what replies are worth
 POST /api/public/scores | feedback | A Langfuse score, or a list of them, as feedback
 DELETE /api/public/scores/{score_id} | feedback | Take back a Langfuse score
-POST /api/public/ingestion | feedback | Langfuse's events, of which scores are kept
-POST /v1/feedback_tokens | keys | A token with which a browser gives feedback on one reply
+POST /api/public/ingestion | feedback | Langfuse's events; scores are kept
+POST /v1/feedback_tokens | keys | A token for feedback from a browser
 POST /commit | feedback#commit | Hand rewarded replies to the trainer
 
 Stored replies
-GET /v1/chat/completions | clients#stored-completions | Stored chats, newest first unless asked otherwise
+GET /v1/chat/completions | clients#stored-completions | Stored chats
 GET /v1/chat/completions/{id} | clients#stored-completions | One stored chat
 POST /v1/chat/completions/{id} | clients#stored-completions | Change the labels of a stored chat
 DELETE /v1/chat/completions/{id} | clients#stored-completions | Delete a stored chat
@@ -62,7 +62,7 @@ GET /v1/chat/completions/{id}/explain | explain | What happened to a reply of an
 GET /v1/responses/{id} | clients#responses | A stored response
 
 Training
-GET /training | troubleshooting#doctor | What is served, what of the key's tenant waits, and why; how it trains
+GET /training | troubleshooting#doctor | What is served, what waits, and why
 GET /training/calls | troubleshooting#doctor | How many calls of a run are recorded, and their tokens
 
 Service
@@ -74,7 +74,7 @@ GET /health/ready | one_machine#monitoring | An engine answers, and disk and dat
 GET /ping | one_machine#monitoring | An engine answers
 POST /ping | one_machine#monitoring | An engine answers
 GET /version | one_machine#monitoring | The engine's release
-GET / | clients | Where to go from here, for browsers and as JSON
+GET / | clients | Links, for browsers and as JSON
 GET /docs | clients | This description, for browsers
 GET /openapi.json | clients | This description, for programs
 
@@ -95,9 +95,9 @@ POST /admin/policies | policies | Make a policy
 POST /admin/policies/{name}/{action} | policies | `pause`, `resume`, `delete` a policy, or `promote` its champion
 
 Keys and raters
-GET /admin/raters | feedback | Raters, and whether the feedback of each counts
+GET /admin/raters | feedback | Raters, and whose feedback counts
 GET /admin/keys | keys | Keys, without their secrets
-POST /admin/keys | keys | Make a key: the one answer that has its secret
+POST /admin/keys | keys | Make a key
 GET /admin/keys/audit | keys | Who made and revoked keys
 DELETE /admin/keys/{id} | keys | Revoke a key
 """
@@ -253,16 +253,9 @@ def _operation(row: str) -> Operation:
     (method, path), fields = name.split(), _BODIES.get(name)
     query = _schema_of(_QUERIES.get(name, ""))["properties"]
     scopes, body = sorted(each.value for each in required_scopes(method, path)), fields and _schema_of(fields)
-    return Operation(
-        method,
-        path,
-        guide.replace("#", ".md#") if "#" in guide else f"{guide}.md",
-        summary,
-        query,
-        body or None,
-        name in _STREAMED,
-        scopes,
-    )
+    page, mark, anchor = guide.partition("#")
+    guide = f"{page}.md{mark}{anchor}"
+    return Operation(method, path, guide, summary, query, body or None, name in _STREAMED, scopes)
 
 
 #: The operations by group.

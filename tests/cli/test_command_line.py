@@ -143,9 +143,7 @@ def test_the_schema_says_in_editors_what_every_option_means() -> None:
     assert [name for name, text in texts.items() if not text] == []
     assert [name for name, text in texts.items() if re.search(r"\]\(|_Serve|_Train|\n", text)] == []
     assert texts["ModelSettings.temperature"].endswith("sets none. Read by the explorer.")
-    assert texts["OptimizerSettings.bits"].startswith(
-        "Bits of AdamW's two moments; 8 take a quarter of the memory."
-    )
+    assert texts["OptimizerSettings.bits"].startswith("Bits of AdamW's two moments; 8 take a quarter of the memory.")
 
 
 def test_shells_complete_commands_and_options() -> None:

@@ -19,7 +19,7 @@ from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer import adapters
 from tests.explorer.finetuning.job_service import TrainerDouble, job_service, put, settings_of_jobs
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
-from tests.house.documents.page_files import ROOT, blocks_of
+from tests.house.documents.page_files import python_of
 from tuneloop.explorer import jobs
 from tuneloop.explorer.jobs import LineChecks
 from tuneloop.explorer.processes.control import Workers
@@ -338,11 +338,11 @@ async def _both(*parts: Any) -> None:
     await jobs.gather(*parts)
 
 
-# The Python of docs/fine_tuning.md runs.
+# The Python of docs/files.md, Fine-tuning jobs, runs.
 
 
 def test_its_python_runs(tmp_path: Path, double: EngineDouble) -> None:
-    [block] = [each.text for each in blocks_of(ROOT / "docs/fine_tuning.md") if each.language == "python"]
+    block = python_of("files.md", "Fine-tuning jobs")[0]
     with job_service(settings_of_jobs(tmp_path, double)) as explorer:
         jobs = explorer.openai().fine_tuning.jobs
 

@@ -42,7 +42,7 @@ def test_every_route_answers_in_its_time_and_feedback_is_learnt_after_the_thaw(
         staff.process.send_signal(signal.SIGSTOP)
         try:
             said = chat(staff.http)
-            # The seconds that docs/operations.md names, and some for a machine that runs other tests.
+            # The seconds that docs/several_machines.md names, and some for a machine that runs other tests.
             asked = (
                 ("POST", "/feedback", {"msg_ids": [before, said], "reward": 1}, 200, 3),
                 ("POST", "/commit", {}, 503, 9),

@@ -207,7 +207,7 @@ def test_metrics_are_json_for_who_accepts_that_by_name(explorer: RunningExplorer
     assert reply.headers["content-type"].startswith(kind)
 
 
-# docs/vllm.md says what differs from the vLLM that is installed.
+# docs/architectures.md says what differs from the vLLM that is installed.
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="the table is made from vLLM's own routes")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import structlog
+import torch
 from transformers import PreTrainedModel
 
 from tuneloop.shared.capacity.memory import POLICIES_IN_MEMORY
@@ -349,8 +350,11 @@ class PolicyTraining:
     def come_back(self) -> None:
         """Train again. Raises EnvironmentRefused if the GPU has no room for it."""
         if self._away is not None:
-            with room_for_weights():
+            try:
                 self._away.put_back()
+            except torch.OutOfMemoryError:
+                with room_for_weights():  # It collects garbage, which takes a second.
+                    self._away.put_back()
         self._away, self._waiting_since = None, time.perf_counter()
 
     @property

@@ -120,7 +120,7 @@ def test_policies_alternate_and_each_learns_to_the_bit_what_it_learns_alone(adap
 def test_where_memory_has_room_for_one_others_go_on_from_the_disk_to_the_bit(
     adapted, ledger, created, alone, monkeypatch
 ):
-    monkeypatch.setattr(policies, "_MOST", 1)
+    monkeypatch.setattr(policies, "POLICIES_IN_MEMORY", 1)
     one, two = _all_rows(ledger, created)
     with capture_logs() as logs:
         run(adapted(trainer={"total_steps": 3}), Event())

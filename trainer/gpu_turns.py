@@ -5,6 +5,7 @@ Between two turns all that the learner is lies in main memory: it can be saved f
 
 import os
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from weakref import ref
 
 import structlog
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tuneloop.shared.checkpoints import gigabytes
 from tuneloop.shared.errors import TurnNotGiven
@@ -87,11 +88,7 @@ class GpuTurns:
         """Leave the GPU to the engine, and what the learner is in main memory; nothing if the turn is over already."""
         if self._locks is None or not self._is_ours:
             return
-        models: list[nn.Module] = [each.network for each in (learner.actor, learner.reference) if each is not None]
-        models += [learner.critic] if learner.critic is not None else []
-        owned = chain.from_iterable(chain(each.parameters(), each.buffers()) for each in models)
-        kept = chain.from_iterable(each.tensors() for each in learner.optimizers.values())
-        tensors = [each for each in chain(owned, kept) if each.is_cuda]
+        tensors = [each for each in tensors_of(learner) if each.is_cuda]
         if tensors:
             torch.cuda.synchronize()  # Copies that are on their way come first.
             self._moved = _Moved(ref(learner), MovedTensors(tensors, self._room.empty()))
@@ -116,3 +113,13 @@ class GpuTurns:
         if self._is_ours:
             os.dup(self._locks.held.fileno())
         self._locks.close()
+
+
+def tensors_of(learner: Learner) -> Iterator[Tensor]:
+    """All that a learner is between two steps."""
+    models: list[nn.Module] = [each.network for each in (learner.actor, learner.reference) if each is not None]
+    models += [learner.critic] if learner.critic is not None else []
+    for model in models:
+        yield from chain(model.parameters(), model.buffers())
+    for optimizer in learner.optimizers.values():
+        yield from optimizer.tensors()

@@ -18,7 +18,7 @@ from tuneloop.shared.job_marks import GpuLocks
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import PinnedMemory
-from tuneloop.trainer.gpu_turns import GpuTurns, _tensors
+from tuneloop.trainer.gpu_turns import GpuTurns, tensors_of
 from tuneloop.trainer.loop import TrainingLoop, run
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.offloading import MovedTensors
@@ -66,9 +66,9 @@ def test_a_learner_that_was_moved_goes_on_as_one_that_was_not(settings, dtype, b
         here.step(batch)
         moved.step(batch)
         before = {name: each.clone() for name, each in weights_of(moved).items()}
-        places = {each.data_ptr() for each in _tensors(moved)}
-        away = MovedTensors(_tensors(moved), main_memory.take)
-        assert places.isdisjoint(each.data_ptr() for each in _tensors(moved))
+        places = {each.data_ptr() for each in tensors_of(moved)}
+        away = MovedTensors(tensors_of(moved), main_memory.take)
+        assert places.isdisjoint(each.data_ptr() for each in tensors_of(moved))
         assert_same(weights_of(moved), before)
         saved = snapshot.state_of(moved)
         assert saved.optimizers["actor"]
@@ -175,9 +175,9 @@ def test_between_turns_a_gpu_is_empty_and_steps_are_the_same(settings, engine, c
         moved.step(batch)
         before = torch.cuda.memory_allocated()
         turns.end(moved)
-        assert not [each for each in _tensors(moved) if each.is_cuda]
+        assert not [each for each in tensors_of(moved) if each.is_cuda]
         # Storages are rounded up to 512 bytes.
-        assert before - torch.cuda.memory_allocated() >= len({each.data_ptr() for each in _tensors(moved)}) * 512
+        assert before - torch.cuda.memory_allocated() >= len({each.data_ptr() for each in tensors_of(moved)}) * 512
         assert snapshot.state_of(moved).optimizers["actor"]
         assert engine.held.take()
         engine.held.release()

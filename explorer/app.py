@@ -83,7 +83,6 @@ class Services:
     arrivals: Arrivals
 
     def drain_status(self) -> OutboxStatus:
-        """What waits for the database, as the drain told last."""
         return self.limits.status
 
 
@@ -94,10 +93,7 @@ OpenServices = Callable[[AsyncExitStack], Awaitable[tuple[Services, list[Task]]]
 def create_app(
     settings: Settings, ledger: Ledger, *, gate: Gatekeeper, opening: OpenServices, on_failure: OnFailure
 ) -> Edge:
-    """The ASGI app over an up-to-date ledger, which answers whom `gate` lets in.
-
-    `on_failure` is called when a task that must run has failed.
-    """
+    """The ASGI app over an up-to-date ledger. `on_failure` is called when a task that must run has failed."""
 
     routes: dict[str, SamplingRoute] = {}
 

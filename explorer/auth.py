@@ -1,16 +1,4 @@
-"""Lets requests in by their heads, before a body is read: which key, what it may do, whether it has had enough.
-
-All it asks is in memory, since it is asked for every request: the control process keeps the table fresh, and a key that
-is not in it is refused, whether the database answers or not.
-
-Where there are no keys, programs of this machine come in, and no website that a browser here has open. A name of a
-website that suddenly means 127.0.0.1 (DNS rebinding) stands in `Host`, and a request that a website's page sends across
-sites has its `Origin`. What a proxy forwards may come from anywhere.
-
-A path may begin with two prefixes, for clients that can set nothing but a URL. /key/<key>/v1/… is /v1/… with that key.
-/run/<token>/v1/… binds a request to a run: the token is URL-safe base64, padded or not, of a JSON object, {"task_id":
-"t", "run_id": "0", "train": false}, where `train` may be missing.
-"""
+"""Lets requests in by their heads: which key, what it may do, whether it has had enough. All it asks is in memory."""
 
 import base64
 import binascii
@@ -57,11 +45,7 @@ class Caller:
 
     @property
     def identity(self) -> str:
-        """Who shares places with others: a tenant's key, or all who have none.
-
-        >>> Caller(name="web", tenant="acme").identity, Caller().identity
-        ('acme/web', '')
-        """
+        """Who shares places with others: a tenant's key, or all who have none."""
         return f"{self.tenant}/{self.name}" if self.name else ""
 
     def rater(self, source: str | None) -> str | None:
@@ -83,12 +67,7 @@ class Caller:
 
     @property
     def sees_all(self) -> bool:
-        """Whether all tenants are the caller's business: an operator's, or that of who has no key.
-
-        >>> admin = frozenset({Scope.ADMIN})
-        >>> Caller(name="ops", scopes=admin).sees_all, Caller(name="ops", scopes=admin, tenant="acme").sees_all
-        (True, False)
-        """
+        """Whether all tenants are the caller's business: an operator's, or that of who has no key."""
         return not self.name or (Scope.ADMIN in self.scopes and self.tenant == DEFAULT_TENANT)
 
 
@@ -181,12 +160,10 @@ def is_about_all_tenants(path: str) -> bool:
 
 
 def is_probe(path: str) -> bool:
-    """Whether a path says only that the service lives: load balancers ask it."""
     return path.removeprefix(TRINITY) in _PROBES
 
 
 def required_scopes(method: str, path: str) -> Scopes:
-    """The scopes of which a request needs one."""
     path, method = _own_path(path), "GET" if method == "HEAD" else method
     found = _ROUTES.get((method, path))
     if found is not None:
@@ -261,7 +238,6 @@ class Gatekeeper:
         self._open = self._insecure or (self._on_loopback and not table.in_force)
 
     def count_in(self, refused: Counter) -> None:
-        """Count refusals there from now on, by their codes."""
         self._refused = refused
 
     def admit(self, scope: MutableMapping[str, Any]) -> Caller:
@@ -382,7 +358,6 @@ class Gatekeeper:
 
 
 def _candidates(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> Iterator[str]:
-    """The keys that a request brings: a client may send a placeholder in the header that it always sends."""
     if (key := scope.get(_KEY)) is not None:
         yield key
         return
@@ -425,8 +400,6 @@ _INFERENCE_PATHS = frozenset(path for (_, path), scopes in _ROUTES.items() if sc
 
 
 class CrossOrigin:
-    """The rule, by the origins whose pages may: send feedback, and ask the model. `*` stands for any."""
-
     def __init__(self, origins: Collection[str] = (), *, inference: Collection[str] = ()) -> None:
         of_feedback, of_inference = (frozenset(each.encode() for each in some) for some in (origins, inference))
         self._origins = {ROUTE: of_feedback} | dict.fromkeys(_INFERENCE_PATHS if of_inference else (), of_inference)
@@ -510,11 +483,7 @@ class HostRules:
 
 
 def is_proxied(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a proxy has forwarded the request: only a proxy sends such headers.
-
-    >>> is_proxied([(b"via", b"1.1 x")]), is_proxied([(b"host", b"localhost")])
-    (True, False)
-    """
+    """Whether a proxy has forwarded the request: only a proxy sends such headers."""
     return any(_OF_PROXIES(name) for name, _ in headers)
 
 

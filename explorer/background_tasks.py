@@ -21,11 +21,7 @@ Turn = Callable[[], Awaitable[float | None]]
 
 
 async def every(seconds: float, turn: Turn, *, task: str, metrics: Metrics) -> NoReturn:
-    """Run `turn` now, and again `seconds` after each end, until cancelled. `task` names it in logs and metrics.
-
-    A database that is away is logged when it begins and when it is over. Any other error is a bug: it is logged with
-    its traceback and counted, and the next turn comes all the same. Raises StartupError, which no further turn cures.
-    """
+    """Run `turn` every `seconds` until cancelled. Its errors are logged and counted; StartupError alone ends it."""
     failures = metrics.background_failures.labels(task)
     away = False
     while True:
@@ -49,7 +45,6 @@ async def every(seconds: float, turn: Turn, *, task: str, metrics: Metrics) -> N
 
 
 async def run_task(task: Task, on_failure: OnFailure) -> None:
-    """Run a task that the service needs until it is cancelled; call `on_failure` if it ends with an error."""
     try:
         await task
     except TuneloopError as error:

@@ -1,7 +1,4 @@
-"""How the control process and a worker talk: questions and answers, both ways, over one Unix socket.
-
-A frame is its length and a msgpack array. Each side takes up the other's questions in the order they were asked in.
-"""
+"""How the control process and a worker talk, over one Unix socket: frames of a length and a msgpack array."""
 
 import asyncio
 import itertools
@@ -54,8 +51,6 @@ class GetStartInfo(ChannelMessage, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """All engines, how the requests are divided between them, the keys that clients are let in by, and policies."""
-
     engines: list[EngineView]
     split: TrafficSplit | None
     keys: KeyTable
@@ -79,14 +74,10 @@ class WakeDrain(ChannelMessage, frozen=True):
 
 
 class UpdateResults(ChannelMessage, frozen=True):
-    """The control process: this became of feedback. Nothing is answered."""
-
     results: FeedbackResults
 
 
 class UpdateOutbox(ChannelMessage, frozen=True):
-    """The control process: so much waits for the database, which is away or not. Nothing is answered."""
-
     status: OutboxStatus
     away: bool
 
@@ -169,11 +160,7 @@ class AnswerAtOnce(ChannelMessage, frozen=True):
 
 
 class WorkerMovement(msgspec.Struct, frozen=True):
-    """What a worker sees of the parts that it asks, in seconds.
-
-    For how long each engine has sent nothing to its requests, None where none waits; for how long a record has waited
-    for the disk; and how long ago an engine sent something last. `descriptors` may still be opened.
-    """
+    """In seconds: how long each engine is quiet, a record waits for the disk, and since an engine sent something."""
 
     quiet: list[float | None]
     append_s: float
@@ -267,12 +254,10 @@ class Channel:
         return msgspec.msgpack.decode(frame.answer, type=kind)
 
     def tell(self, message: ChannelMessage) -> None:
-        """Say something that nothing is answered to; a side that is gone does not hear it."""
         if not self.lost:
             self._send(_Frame(0, cast(_Any, message)))
 
     async def run(self) -> None:
-        """Hear the other side until it is gone."""
         try:
             async with asyncio.TaskGroup() as group:
                 while True:
@@ -323,7 +308,6 @@ class ControlClient:
         self._stops, self._updated_at = stops, time.monotonic()
 
     def stops(self) -> tuple[Standstill, ...]:
-        """The parts that stand still, the control process among them."""
         return (*find_stops(ExplorerFacts(control_s=time.monotonic() - self._updated_at)), *self._stops)
 
     async def wait_until_taken(self, timeout_s: float) -> bool:
@@ -338,7 +322,6 @@ class ControlClient:
         self._channel.tell(WakeDrain())
 
     async def take_of_token(self, claims: FeedbackClaims, count: int) -> bool:
-        """Count events that a browser's token brings, to any worker; False, and none, if it allows less."""
         return bool(await self._answer_to(TakeOfToken(claims, count), bool, _TOKEN_S))
 
     async def load_version(self, policy: int, version: int) -> str:
@@ -346,7 +329,6 @@ class ControlClient:
         return str(await self._answer_to(LoadVersion(policy, version), str, None))
 
     async def report_shadow_reply(self, reply: ShadowReply) -> None:
-        """Let those hear of a copy who decide about the version that it went to."""
         with suppress(ChannelLost):
             await self._channel.ask(ReportShadowReply(reply))
 

@@ -249,7 +249,6 @@ class Drain:
                 return
 
     def _set_aside(self, file: str, record: Record, reason: str) -> None:
-        """Put bytes of a file aside in the database, so that they do not hold up the others for ever."""
         log.error("record_set_aside", file=file, end=record.end, reason=reason)
         place = file, record.number, record.end
         self._when_there(lambda: self._recording.refuse(*place, record.payload, reason, self._numbers))
@@ -298,7 +297,6 @@ class Drain:
         self._asked = []
 
     def _compare_numbers(self) -> None:
-        """Read again what the ledger has lost: a standby was promoted that lagged, or a backup was restored."""
         files = list(self._numbers)
         known = self._when_there(lambda: self._recording.taken_numbers(files))
         for file in files:

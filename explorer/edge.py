@@ -49,7 +49,6 @@ class Http11(HttpToolsProtocol):
     _head_bytes = _body_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, if there is room for it or an idle one can make room."""
         super().connection_made(transport)
         self._limits = getattr(self.config.app, "connections", None) or ConnectionLimits()
         self.app: Any = partial(_run_app, self, self.app)
@@ -114,7 +113,6 @@ class Http11(HttpToolsProtocol):
         self._head_complete = self._message_complete = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; after the body it is a trailer, which nobody here has a use for."""
         if self._head_complete:
             raise RequestRefused("trailers are not accepted", code="trailers_not_accepted")
         super().on_header(name, value)
@@ -139,7 +137,6 @@ class Http11(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or answer the next one that has come."""
         if self._lingers:
             self._linger()
         elif self._refusal is not None and not self.pipeline:
@@ -288,14 +285,10 @@ class ClientRequest:
         self._is_silent = False
 
     def header(self, name: bytes) -> str | None:
-        """The value of a request's header; `name` in lower case."""
         return next((str(value, "latin-1") for each, value in self._scope["headers"] if each == name), None)
 
     async def body(self, max_bytes: int) -> bytes:
-        """The whole body. From now on the task that asks for it is cancelled when the client leaves.
-
-        Raises RequestRefused.
-        """
+        """The whole body. Its reader is cancelled when the client leaves. Raises RequestRefused."""
         body = await read_body(self.meter.receiver(self._receive), self.header(b"content-length"), max_bytes)
         self._watching = asyncio.create_task(self._watch(asyncio.current_task()))
         return body
@@ -308,14 +301,12 @@ class ClientRequest:
             answering.cancel()
 
     def stop_watching(self) -> None:
-        """Whether the client leaves matters no more, nor whether its connection is silent."""
         _cancel(self._timer)
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None  # else the two would hold each other
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole response, no faster than its client reads it."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
         await _send_body(self._send, body, more_body=False)
 
@@ -353,7 +344,6 @@ class ClientRequest:
 
     @property
     def client_is_slow(self) -> bool:
-        """Whether a chunk waits until the client has read more."""
         return self._unsent is not None
 
     async def drain(self) -> None:
@@ -363,7 +353,6 @@ class ClientRequest:
             self._unsent = None
 
     async def end_stream(self, chunk: bytes) -> None:
-        """Send the last chunk, if there is one, and end the response."""
         _cancel(self._timer)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": False})
 
@@ -390,10 +379,7 @@ SamplingRoute = Callable[[ClientRequest], Awaitable[None]]
 
 
 class Edge:
-    """The app. `routes` are for requests for replies, by path; `app` has all others.
-
-    Without a gate everybody may come in, with no scope.
-    """
+    """The app. `routes` are for requests for replies; `app` has all others. Without a gate everybody may come in."""
 
     def __init__(
         self,

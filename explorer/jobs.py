@@ -1,10 +1,4 @@
-"""Fine-tuning jobs, in the explorer that leads: the lines of their files are checked, and some jobs are run here.
-
-Jobs that wait are found in the ledger, so that a restart loses none. Those of the method `reinforcement` are run as a
-client of this service. A step asks its prompts of the job's policy, some samples each, has them graded, rates and
-commits them, and waits until the version that learnt from them answers. What was recorded is not asked again: a task
-is `file:line:job:epoch`, and its runs are the samples. The metrics of a step say with which prompt the next one begins.
-"""
+"""Fine-tuning jobs, in the explorer that leads: files are checked, and `reinforcement` is run as a client of ours."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -62,7 +56,6 @@ class LineChecks:
         await every(interval_s, self.turn, task="fine_tuning_files", metrics=self._metrics)
 
     async def turn(self) -> None:
-        """Check the files of the jobs that there are now."""
         waiting = await asyncio.to_thread(self._ledger.jobs.open, (JobState.VALIDATING,))
         if not waiting:
             return
@@ -152,8 +145,6 @@ Wait = Callable[[float], Awaitable[bool]]
 
 
 class ReinforcementJobs:
-    """Looks for such jobs, and drives each in a task of its own. `find_url` tells where this service answers."""
-
     def __init__(
         self,
         settings: Settings,
@@ -176,7 +167,6 @@ class ReinforcementJobs:
             self._stop(self._driving)
 
     async def turn(self) -> None:
-        """Begin with jobs that nobody drives here; leave those that are over, paused, or another explorer's by now."""
         found = await asyncio.to_thread(self._ledger.jobs.open, (JobState.QUEUED, JobState.RUNNING))
         jobs = {each.id: each for each in found if each.method == "reinforcement"}
         self._stop(self._driving.keys() - jobs.keys())
@@ -226,8 +216,6 @@ class ReinforcementJobs:
 
 
 class JobRun:
-    """One job, from where it is to its end, or until it is cancelled."""
-
     def __init__(
         self,
         job: Job,
@@ -303,10 +291,7 @@ class JobRun:
         return order[at], f"{self._job.training_file}:{order[at]}:{self._job.id}:{epoch}"
 
     async def _sample(self, place: int) -> tuple[list[str], list[float], int]:
-        """Have the prompts of a step answered and rated: their tasks, the rewards, and the place of the next prompt.
-
-        A prompt that is refused gives its turn to the next one. Raises RequestRefused where all are.
-        """
+        """Have a step's prompts answered and rated: tasks, rewards, the next place. Raises RequestRefused."""
         tasks, rewards = list[str](), list[float]()
         while len(tasks) < self._asked["batch_size"]:
             if len(self._refused) == len(self._numbers):
@@ -357,7 +342,6 @@ class JobRun:
             return []
 
     async def _ask(self, line: FileLine, **more: Any) -> tuple[str, ModelSample]:
-        """The policy's reply to a prompt, and its id."""
         messages = [{name: each[name] for name in each if name != "weight"} for each in line.messages]
         body: dict[str, Any] = {"model": self._settings.served_model_name, "messages": messages, "temperature": 1.0}
         if line.tools:
@@ -371,10 +355,7 @@ class JobRun:
         return answer["id"], sample
 
     async def _learn(self, tasks: Sequence[str]) -> tuple[int, int | None]:
-        """Release a step's rows, and wait until a version that learnt from them answers, or all of them were dropped.
-
-        How many tokens were learnt from, and the version.
-        """
+        """Release a step's rows, and wait until a version that learnt from them answers: its tokens, and its number."""
         has_committed = False
         while True:
             rows = await asyncio.to_thread(self._ledger.files.samples, self._job.tenant, tasks)
@@ -397,10 +378,7 @@ class JobRun:
         return sum(row.completion_tokens for row in trained), version
 
     async def _validate(self, file_id: str) -> float:
-        """The mean reward over prompts of the validation file, spread evenly; nothing of it is recorded.
-
-        A prompt that is refused is worth nothing.
-        """
+        """The mean reward over prompts of the validation file, none recorded; a refused one is worth nothing."""
         numbers = [line.number for line in await self._read(file_id)]
         chosen = {*numbers[:: -(-len(numbers) // _VALIDATED)]}
 
@@ -424,7 +402,6 @@ _T = TypeVar("_T")
 
 
 async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """What a route answers. Raises RequestRefused for a request that will never do, EngineError otherwise."""
     try:
         answer = await client.post(path, json=body)
         found = answer.json()
@@ -439,7 +416,6 @@ async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> di
 
 
 async def gather(*parts: Awaitable[_T]) -> list[_T]:
-    """The results of all; where one fails, the others are ended before that is raised."""
     tasks = [asyncio.ensure_future(each) for each in parts]
     try:
         return await asyncio.gather(*tasks)
@@ -450,8 +426,6 @@ async def gather(*parts: Awaitable[_T]) -> list[_T]:
 
 
 def asking(client: httpx.AsyncClient) -> AskModel:
-    """What asks a model for a score, and raises what `post` does; nothing is kept of it."""
-
     async def ask(body: dict[str, Any]) -> str:
         answer = await post(client, "/v1/chat/completions", body | {"store": False})
         return answer["choices"][0]["message"].get("content") or ""

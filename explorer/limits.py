@@ -1,9 +1,4 @@
-"""The limits of a worker: on its connections, on requests in flight, on held bytes, and on what each key takes.
-
-A key has a bucket for each rate, which fills again in a minute. Tokens are counted when they have come: a bucket may go
-below nothing, and then nobody is let in before it is filled again. Other workers of the service take from the same key:
-what they took is subtracted a moment later.
-"""
+"""The limits of a worker: on connections, requests in flight, held bytes, and what each key takes in a minute."""
 
 import asyncio
 import math
@@ -71,23 +66,18 @@ def descriptors_left() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process, and those that it starts, open as many files as it may."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @dataclass(eq=False)
 class BodyLimits:
-    """What all requests of a process may hold together of bodies and large answers; how long a body may take."""
-
     max_held_bytes: int = 512 << 20
     body_timeout_s: float = 300.0
     held_bytes: int = 0
 
 
 class KeyUsage(msgspec.Struct):
-    """What one worker has let a key take since it started, and how many requests it is answering."""
-
     requests: int = 0
     tokens: int = 0
     feedback: int = 0
@@ -95,8 +85,6 @@ class KeyUsage(msgspec.Struct):
 
 
 class Bucket:
-    """So much a minute, as much of it at once as a minute brings."""
-
     __slots__ = ("_at", "_per_s", "capacity", "level")
 
     def __init__(self, per_minute: int, now: float) -> None:
@@ -105,7 +93,6 @@ class Bucket:
         self._at = now
 
     def fill(self, now: float) -> float:
-        """What can be taken now."""
         self.level = min(self.capacity, self.level + (now - self._at) * self._per_s)
         self._at = now
         return self.level
@@ -116,8 +103,6 @@ class Bucket:
 
 
 class KeyMeter:
-    """Counts what a key takes, and says when it has had enough."""
-
     def __init__(self, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.usage = KeyUsage()
@@ -127,10 +112,7 @@ class KeyMeter:
         self._buckets = {name: Bucket(rate, clock()) for name, rate in rates.items() if rate is not None}
 
     def admit(self, *, brings_feedback: bool = False) -> None:
-        """Count a request. Raises RequestRefused for one beyond a limit.
-
-        Feedback that is sure to be refused is refused here, before its body costs others anything.
-        """
+        """Count a request. Raises RequestRefused for one beyond a limit, feedback too before its body comes."""
         usage, now = self.usage, self._clock()
         if self._max_concurrent is not None and usage.concurrent + self._others.concurrent >= self._max_concurrent:
             raise _too_much(f"{self._max_concurrent} requests of this key are being answered", "concurrency", _RETRY_S)
@@ -143,7 +125,6 @@ class KeyMeter:
             requests.level -= 1
 
     def count_tokens(self, count: int) -> None:
-        """So many tokens were read and sampled."""
         self.usage.tokens += count
         if (bucket := self._buckets.get("tokens")) is not None:
             bucket.level -= count
@@ -158,7 +139,6 @@ class KeyMeter:
         self.usage.feedback += count
 
     def subtract_others(self, others: KeyUsage) -> None:
-        """Subtract what other workers have let the key take since the last time."""
         for name, bucket in self._buckets.items():
             # A worker that ended takes its count with it: nothing is given back for that.
             bucket.level -= max(0, getattr(others, name) - getattr(self._others, name))
@@ -177,13 +157,10 @@ def _too_much(message: str, what: str, wait_s: float) -> RequestRefused:
 
 
 class SharedUsage:
-    """What each worker's keys have taken, so that several workers hold a key to one limit."""
-
     def __init__(self) -> None:
         self._by_worker: dict[int, Mapping[str, KeyUsage]] = {}
 
     def exchange(self, worker: int, usage: Mapping[str, KeyUsage]) -> dict[str, KeyUsage]:
-        """Note what a worker's keys have taken; the answer is what they have taken of all others."""
         self._by_worker[worker] = usage
         found: dict[str, KeyUsage] = {}
         for number, each in self._by_worker.items():
@@ -198,11 +175,7 @@ class SharedUsage:
 
 
 class RequestMeter:
-    """What one request takes of its key's limits and of its worker's.
-
-    What it holds is given back when it has been answered and, where that goes on without its client, when the work for
-    it has ended: `keep` and `release`.
-    """
+    """What one request takes of its key's and its worker's limits, given back when all work for it has ended."""
 
     def __init__(self, limits: BodyLimits, key: KeyMeter) -> None:
         self._limits, self._key = limits, key
@@ -250,7 +223,6 @@ class RequestMeter:
         self._users += 1
 
     def release(self) -> None:
-        """It is answered, or that work has ended."""
         self._users -= 1
         if not self._users:
             self._key.usage.concurrent -= 1
@@ -289,16 +261,11 @@ class RequestMeter:
 
 
 def tokens_of(size: int) -> int:
-    """About how many tokens so many bytes of text are."""
     return -(-size // BYTES_A_TOKEN)
 
 
 class Admission:
-    """A bounded number of requests in flight, a bounded queue of those that wait, and 429 for all beyond.
-
-    Tenants share the places, and the callers of each share its own: whoever has the least in flight is next, and its
-    own requests come in their order. Where no more may wait, those give way who have the most waiting.
-    """
+    """Bounded places, a bounded queue, 429 beyond. Tenants, and callers of each, have turns by what they have."""
 
     def __init__(self, *, limit: int, max_waiting: int, wait_timeout_s: float) -> None:
         self._free = limit
@@ -346,7 +313,6 @@ class Admission:
             raise
 
     def release(self, caller: str = "") -> None:
-        """Count one request of a caller less in flight, and let the next one proceed."""
         self._count(caller, -1)
         while self._queues:
             # The tenant that has the least in flight, and of it the caller; of several the one that waits longest.

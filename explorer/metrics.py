@@ -15,8 +15,6 @@ _LONG_SECONDS = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86
 
 
 class Metrics:
-    """All metrics of one explorer process, in a registry of their own."""
-
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
@@ -132,7 +130,6 @@ class Metrics:
         self._durations(endpoint).observe(seconds)
 
     def count_reply(self, version: int, outcome: Literal["whole", "failed", "refused", "unclear"]) -> None:
-        """Count the outcome of a request that was sent to an engine of a version."""
         self._replies.inc(version, outcome)
 
     def count_recorded(self, reason: str) -> None:
@@ -188,15 +185,12 @@ class MetricSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 def process_samples(registry: CollectorRegistry) -> list[MetricSample]:
-    """What a process adds to the sum: its counters and histograms, and its parts of summed gauges."""
     families = registry.collect()
     summed = [each for each in families if each.type != "gauge" or each.name in _SUMMED_GAUGES]
     return [sample for each in summed for sample in _samples(each)]
 
 
 class ProcessTotals:
-    """The metrics of all processes in one: the control process's own, and those of its workers, live and retired."""
-
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own
         self._live: dict[int, Sequence[MetricSample]] = {}
@@ -209,14 +203,12 @@ class ProcessTotals:
         self._live[worker] = samples
 
     def retire(self, worker: int) -> None:
-        """Keep the counts of a worker that has ended, so that no counter falls."""
         self._keep(self._live.pop(worker, ()))
 
     def _keep(self, samples: Iterable[MetricSample]) -> None:
         _add(self._retired, [each for each in samples if each.family not in _SUMMED_GAUGES])
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, as a registry collects them."""
         families = list(self._own.collect())
         values: _Values = {}
         for family in families:

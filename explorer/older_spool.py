@@ -28,10 +28,7 @@ _GROUP = 256
 
 
 def convert(folders: Iterable[Path], outbox_dir: Path) -> None:
-    """Append what the slots below these folders hold to an outbox, then delete the slots.
-
-    The ledger skips what it has, by its ids. Raises OSError: what was not converted is left for the next time.
-    """
+    """Append the slots below these folders to an outbox, then delete them. Raises OSError."""
     slots = [path for folder in folders for path in folder.glob("*") if path.name.isdigit() and not path.is_symlink()]
     if slots:
         with closing(Outbox(outbox_dir, FILE_BYTES)) as outbox:

@@ -106,7 +106,6 @@ class OutboxLimits:
         self._outbox.begin_new_file(after_s=_LOOK_S if small else FILE_S)
 
     def note_refusal(self, error: OSError) -> None:
-        """The disk refuses records, and more must not be taken until it is mended."""
         if self.broken is None:
             log.error("outbox_broken", folder=str(self._outbox.folder), reason=error.strerror)
         cure = "make room: see `df` and `df -i`" if error.errno == errno.ENOSPC else "see `dmesg` and the disk's mount"
@@ -116,7 +115,6 @@ class OutboxLimits:
         self.status, self._bytes_at_status = status, self._outbox.written
 
     def admit(self) -> None:
-        """Raise StorageFull when no more should be taken on, because it might not be kept."""
         if reason := self._misplaced or self.broken:
             raise StorageFull(reason)
         written = self._outbox.written
@@ -130,11 +128,7 @@ class OutboxLimits:
 
 
 class CaptureChoice:
-    """Which replies engines are asked to tell log-probabilities of; the trainer recomputes those of the others.
-
-    The settings' share of them, by a hash of the reply's name, so that nobody chooses; or all while `mistrusted`: while
-    the alarm is open that the two are not the same.
-    """
+    """Which replies engines tell log-probabilities of: a share, by hash; all while the alarm of a mismatch is open."""
 
     def __init__(self, settings: CaptureSettings) -> None:
         self._all = settings.logprobs == "all"
@@ -142,10 +136,7 @@ class CaptureChoice:
         self.mistrusted = False
 
     def asks(self, msg_id: str, upstream: Mapping[str, Any], *, truncated: bool = False) -> bool:
-        """Whether the engine is asked for the log-probabilities of the reply to a request.
-
-        Where it was `truncated` the trainer cannot recompute them: only the engine knows what is left.
-        """
+        """Whether the engine is asked for log-probabilities; what a `truncated` reply left only it knows."""
         wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
         if self._all or self.mistrusted or truncated or not (wanted is None or wanted is False):
             return True
@@ -170,7 +161,6 @@ class _Call:
         self.is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def take(self, results: FeedbackResults) -> None:
-        """Keep what is told of this call's events."""
         # By the fewer of both: a call may wait for a hundred thousand events, and hears of some hundred at once.
         found = results.of([self._left[event_id] for event_id in results.outcomes.keys() & self._left.keys()])
         for name in FeedbackResults.__struct_fields__:
@@ -213,7 +203,6 @@ class Recorder:
         return time.monotonic() - self._append_at if self._is_appending else 0.0
 
     def admit(self) -> None:
-        """Raise StorageFull if the reply to a request could not be kept."""
         self._limits.admit()
 
     async def record(self, exchange: Exchange) -> None:
@@ -224,7 +213,6 @@ class Recorder:
             self._metrics.count_recorded(experience.drop_reason or experience.unsampled or "")
 
     async def take(self, events: Sequence[Feedback]) -> FeedbackResults:
-        """Bring feedback to disk, all of it or none, and tell what became of it as far as that is known soon."""
         self._limits.admit()
         call = _Call(events)
         self._calls.add(call)
@@ -238,12 +226,10 @@ class Recorder:
         return call.results
 
     def note_results(self, results: FeedbackResults) -> None:
-        """Take up what became of feedback, by the drain."""
         for call in list(self._calls):
             call.take(results)
 
     def note_status(self, status: OutboxStatus, *, away: bool) -> None:
-        """Take up what waits for the database, and whether that is away."""
         self._limits.note(status)
         self._away = away
         for call in self._calls if away else ():
@@ -262,7 +248,6 @@ class Recorder:
         return self._redactor.pairs(pairs) if self._redactor else pairs
 
     async def close(self) -> None:
-        """Wait for what is still being written, whose requests were cancelled."""
         await asyncio.gather(*self._writing, return_exceptions=True)
         while self._is_appending:
             with suppress(StorageFull):  # who waited for it was told

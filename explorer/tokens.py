@@ -23,10 +23,7 @@ _LONGEST = 4096
 
 
 class FeedbackClaims(msgspec.Struct, frozen=True):
-    """Who made a token, of which reply, in whose name, until when (seconds since 1970), how many events.
-
-    `key_id` is empty where whoever made it needed no key; for `explorer.admin_key` it is `TokenSigner.admin_key_id`.
-    """
+    """Who made a token, of which reply, in whose name, until when. `key_id` is empty where no key was needed."""
 
     prefix: ClassVar[str] = "fb-"
 

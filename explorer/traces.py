@@ -1,7 +1,4 @@
-"""The spans of a worker: `chat` (the client's request), `chat` again (the engine's part), `record`, `feedback`.
-
-Names and attributes are those of OpenTelemetry's semantic conventions for generative AI. No text of users is in them.
-"""
+"""The spans of a worker, by OpenTelemetry's conventions for generative AI, without any text of users."""
 
 import asyncio
 import time
@@ -27,13 +24,10 @@ _NS = 1_000_000_000
 
 
 class Traces:
-    """Sends a span of what is done, at its end. `as_stored` is how a client's name may be stored."""
-
     def __init__(self, tracing: "Tracing", as_stored: Callable[[str], str]) -> None:
         self._tracing, self._as_stored = tracing, as_stored
 
     async def run(self) -> None:
-        """Wait for the end of the service, and send the last spans then."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -51,7 +45,6 @@ class Traces:
     def send_request(
         self, request: "Request", trace: RequestTrace, *, status: int, version: int | None, error: str
     ) -> None:
-        """A request was answered, or was not."""
         started = int(request.received_at * _NS)
         attributes = self._of_request(request) | _of_reply(request, version)
         attributes |= {"http.response.status_code": status, "http.route": request.dialect.path}
@@ -73,7 +66,6 @@ class Traces:
     def send_engine(
         self, request: "Request", trace: RequestTrace, *, started: int, engine: int, version: int | None
     ) -> None:
-        """An engine has had a request since some time."""
         attributes = self._of_request(request) | _of_reply(request, version)
         attributes |= {"gen_ai.provider.name": "vllm", "tuneloop.engine": engine}
         name, ended = self._name_of(request), time.time_ns()
@@ -94,7 +86,6 @@ class Traces:
     def send_feedback(
         self, traceparent: str | None, started: int, events: Sequence[Feedback], outcomes: Mapping[str, Outcome]
     ) -> None:
-        """Feedback was stored: a span that links to the replies that it is about."""
         if (trace := self.begin(traceparent)) is None:
             return
         about = dict.fromkeys(each.msg_id for each in events if each.msg_id is not None)

@@ -61,10 +61,7 @@ class ReplyIdSigner:
         self._key = key
 
     def mint(self, tenant: str, choices: int, prefix: str = PREFIX) -> str:
-        """A new msg_id for a reply of `choices` choices (1 to MAX_CHOICES; 0: it is not recorded).
-
-        `prefix` is one of PREFIXES.
-        """
+        """A new msg_id for a reply of `choices` choices (0: it is not recorded); `prefix` is one of PREFIXES."""
         if choices < _MANY:
             counted = os.urandom(9) + bytes([choices])
         else:
@@ -218,7 +215,6 @@ class CapturedChoice:
         return sampling._replace(unsampled=None, grammar=mask)
 
     def logprob_per_token(self) -> list[float]:
-        """NaN where none came."""
         count = len(self.completion_ids)
         return self.logprobs[:count] + [math.nan] * (count - len(self.logprobs))
 
@@ -241,8 +237,6 @@ class Sampling(NamedTuple):
 
 
 class RequestedFields(NamedTuple):
-    """What the client itself asked for, of what we ask for always."""
-
     logprobs: bool = False
     token_ids: bool = False
 
@@ -263,10 +257,7 @@ class Transcript(ABC):
         self._wants = wants
 
     def feed(self, piece: bytes) -> bytes | None:
-        """Take down one piece of JSON; what the client gets of it, None for what it would never have got.
-
-        Raises EngineError if the piece cannot be read.
-        """
+        """Take down one piece of JSON; what the client gets of it, None for nothing. Raises EngineError."""
         try:
             return self._feed(piece)
         except (msgspec.DecodeError, orjson.JSONDecodeError, OverflowError) as error:
@@ -278,17 +269,14 @@ class Transcript(ABC):
 
     @property
     def complete(self) -> bool:
-        """Whether every choice heard of has come to its end."""
         return not self.broken and bool(self.choices) and all(each.finish_reason for each in self.choices.values())
 
     @property
     def tokens(self) -> int:
-        """The tokens of the prompts and of all choices, as far as they have come."""
         prompts = sum(len(each) // _ID_BYTES for each in self._prompts())
         return max(self.reported_tokens, prompts + sum(len(each.completion_ids) for each in self.choices.values()))
 
     def _prompts(self) -> Iterable[bytes]:
-        """The ids of each prompt, once."""
         return [max((each.prompt_ids or b"" for each in self.choices.values()), default=b"", key=len)]
 
     def _take_usage(self, usage: msgspec.Raw) -> None:
@@ -301,7 +289,6 @@ class Transcript(ABC):
                     self.reasoning_tokens = found.completion_tokens_details.get("reasoning_tokens")
 
     def experiences(self, sampling: Sampling, *, versions: tuple[int, int], mixed: bool) -> tuple[Experience, ...]:
-        """The choices as experiences: `versions` answered them, `mixed` if weights changed while they were sampled."""
         found = []
         for index, choice in sorted(self.choices.items()):
             ids = _pack(choice.completion_ids)
@@ -489,10 +476,7 @@ def _unpack(numbers: bytes) -> Sequence[float]:
 
 
 def _without(piece: bytes, key: bytes, value: bytes) -> bytes:
-    """The piece with null for this value of a key; nothing if it is not written there as vLLM writes it.
-
-    No string can be taken for the key: its quotes would stand behind backslashes.
-    """
+    """The piece with null for a key's value; nothing if it is not written so. In strings, quotes have backslashes."""
     if value == _NULL:
         return piece
     at = piece.find(key)
@@ -510,7 +494,6 @@ def _forget(fields: dict[str, Any], key: str, *, unless: bool) -> None:
 
 
 def _add_tool_calls(calls: dict[int, dict[str, Any]], deltas: Iterable[dict[str, Any]]) -> None:
-    """Take down tool calls, or what a piece adds to them: names and ids come once, arguments in portions."""
     for position, piece in enumerate(deltas):
         index = piece.get("index")
         call = calls.setdefault(position if index is None else int(index), {})
@@ -561,7 +544,6 @@ class TokenPieces:
         self._start = b""
 
     def learn(self, piece: bytes) -> None:
-        """See what the others begin with, from a piece that has been read."""
         if self._start:
             return
         head, found, _ = piece.partition(_BEFORE_CHOICES)
@@ -573,10 +555,7 @@ class TokenPieces:
             self._start = head + found
 
     def read(self, piece: bytes) -> bytes | None:
-        """Take down a piece that holds tokens only; what the client gets of it, empty if it gets nothing.
-
-        None if it holds anything else.
-        """
+        """Take down a piece that holds tokens only; what the client gets of it. None if it holds anything else."""
         start = self._start
         if not start or not piece.startswith(start) or (found := _TOKEN_PIECE.fullmatch(piece, len(start))) is None:
             return None

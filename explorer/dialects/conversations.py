@@ -48,8 +48,6 @@ def _too_large(why: str) -> RequestRefused:
 
 
 class Conversations:
-    """The recorded conversations, by the id of their last response."""
-
     def __init__(
         self,
         signer: ReplyIdSigner,
@@ -63,12 +61,7 @@ class Conversations:
         self._reports = reports
 
     async def read(self, response_id: str, caller: Caller) -> Sequence[dict[str, Any]]:
-        """The chat messages up to a response of the caller's tenant, and its text.
-
-        Raises RequestRefused if it was not recorded.
-
-        Raises LedgerUnavailable while that is unknown: it may be in an outbox that waits for the database.
-        """
+        """The messages up to a response, and its text. Raises RequestRefused, LedgerUnavailable while it is unknown."""
         flushed = await self._wait_until_taken(_FLUSH_TIMEOUT_S)
         if flushed and (last := self._signer.parse(response_id, caller.tenant)) is not None:
             read = partial(self._reports.reply, caller.tenant, last.msg_id)

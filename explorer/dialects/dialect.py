@@ -1,8 +1,4 @@
-"""The API dialects: what a request becomes for the engine, and how the engine's reply is written for the client.
-
-Chat and text completions pass as they are. Responses and messages carry no token ids in vLLM: they become chat
-completions, whose replies are translated back.
-"""
+"""The API dialects: what a request becomes for the engine, and how its reply is written for the client."""
 
 import asyncio
 import json
@@ -90,16 +86,13 @@ class ReplyWriter:
         return view.replace(*self.renaming, 1) if view and self.renaming else view
 
     def finish(self) -> bytes:
-        """The last bytes of a stream, after the exchange has been recorded."""
         return b"data: [DONE]\n\n"
 
     def error_event(self, message: str, code: str) -> bytes:
-        """The last event of a stream that broke off."""
         error = {"message": message, "type": "server_error", "param": None, "code": code}
         return b"data: %b\n\n" % orjson.dumps({"error": error})
 
     def convert_error(self, error_body: Json, status: int) -> Json:
-        """The engine's error, `{"error": {...}}`, in the client's dialect."""
         return error_body
 
 
@@ -115,7 +108,6 @@ class Dialect(ABC):
     length_field: ClassVar[str | None] = "max_completion_tokens"
 
     def normalize(self, body: Json) -> Json:
-        """The client's body with the values that vLLM takes it to mean. Raises RequestRefused."""
         return body
 
     def for_body(self, body: Json) -> "Dialect":
@@ -123,11 +115,9 @@ class Dialect(ABC):
         return self
 
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
-        """The engine's body for a client's body; what it names is the caller's tenant's. Raises RequestRefused."""
         return body
 
     def left_out(self, body: Json) -> tuple[str, ...]:
-        """What of a valid body the translation leaves out."""
         return ()
 
     def verbatim(self, upstream: Json, msg_id: str) -> Json | None:
@@ -135,11 +125,9 @@ class Dialect(ABC):
         return None
 
     def capture_fields(self, upstream: Mapping[str, Any]) -> Mapping[str, object]:
-        """The fields that make the engine's reply complete for training."""
         return vllm.CAPTURE
 
     def count_choices(self, upstream: Json) -> int:
-        """How many choices the reply will have. Raises RequestRefused."""
         return choice_count(upstream)
 
     @abstractmethod
@@ -210,7 +198,6 @@ class _TranslatedWriter(ReplyWriter):
         return b"" if chunk is None else self._stream.add_chunk(self._with_endings(chunk))
 
     def _with_endings(self, chat: bytes) -> Json:
-        """The completion, or a chunk of one; where the limit cut it off within a call it says so."""
         parsed: Json = orjson.loads(chat)
         for choice in parsed.get("choices") or ():
             if choice.get("finish_reason"):
@@ -322,7 +309,6 @@ class ResponsesDialect(Dialect):
         )
 
     async def rebuild(self, body: Json, reply: Json, msg_id: str) -> Json:
-        """The response of a recorded chat completion."""
         await self._ensure_context()
         return responses_reply.to_response(
             body | self._missing_defaults(body),
@@ -340,7 +326,6 @@ class ResponsesDialect(Dialect):
 
 
 def choice_count(body: Json) -> int:
-    """`n`. Raises RequestRefused if it is not a valid number of choices."""
     value = body.get("n")
     count = 1 if value is None else coerce_int(value, "n") or 1  # the engine refuses 0
     if not 1 <= count <= MAX_CHOICES:
@@ -400,10 +385,7 @@ class SystemTurns:
         self._known: dict[_Shape, tuple[float, bool | None]] = {}
 
     async def merge(self, body: Json) -> tuple[Json, int]:
-        """The body of a chat, or of a response, for the engine; and how many turns were merged.
-
-        Raises RequestRefused where no instruction would reach the prompt.
-        """
+        """The engine's body, and how many turns were merged. Raises RequestRefused where none reaches the prompt."""
         own = "messages" if "messages" in body else "input"
         turns = body.get(own)
         if not isinstance(turns, list) or not all(isinstance(each, dict) for each in turns):
@@ -456,10 +438,7 @@ class SystemTurns:
         return merged, len(turns) + (shape.first != _SYSTEM) - len(merged) if merged else 0
 
     async def _reaches(self, shape: _Shape) -> bool | None:
-        """Whether every instruction of such a conversation is in the prompt, as was last known.
-
-        None: the engine refuses such a conversation, or nobody could be asked yet.
-        """
+        """Whether all instructions are in the prompt, as was last known; None: refused, or nobody was asked."""
         until, found = self._known.get(shape, (0.0, None))
         engine = least_busy(self._fleet.engines)
         if engine is None or time.monotonic() < until:
@@ -487,10 +466,7 @@ class SystemTurns:
 
 
 def with_readable_calls(chat: Json) -> tuple[Json, list[str]]:
-    """The chat, in whose earlier calls an engine can read all arguments; and where it has others than were sent.
-
-    vLLM refuses what is no JSON: after one call that the token limit cut off it would refuse each later turn.
-    """
+    """The chat, in whose earlier calls an engine can read all arguments, and where it has others than were sent."""
     turns, found = chat.get("messages"), list[str]()
     if not isinstance(turns, list) or not any(isinstance(turn, dict) and turn.get("tool_calls") for turn in turns):
         return chat, found
@@ -520,7 +496,6 @@ def _is_json(written: str) -> bool:
 
 
 def merged_header(count: int) -> list[tuple[bytes, bytes]]:
-    """The header that tells a client how many turns were merged, if any."""
     return [(b"x-tuneloop-merged-system", b"%d" % count)] if count else []
 
 

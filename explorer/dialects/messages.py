@@ -1,8 +1,4 @@
-"""Translates Anthropic's messages to chat completions, and replies and errors back, as vLLM itself does it.
-
-Sans-I/O. vLLM returns no token ids and no log-probabilities with messages, so they are sampled and recorded as chat
-completions.
-"""
+"""Translates Anthropic's messages, which have no token ids in vLLM, to chat completions, and replies back."""
 
 import uuid
 from collections.abc import Iterator
@@ -149,8 +145,6 @@ class ThinkingUnbudgeted(BaseModel):
 
 
 class MessagesRequest(BaseModel):
-    """The body of a messages request. vLLM ignores all other fields."""
-
     model: str = Field(min_length=1)
     messages: list[Turn]
     max_tokens: int = Field(gt=0)
@@ -203,7 +197,6 @@ def _is_hosted(tool: Any) -> bool:
 
 
 def parse_messages_request(body: Json) -> MessagesRequest:
-    """The request of a body. Raises RequestRefused with the first mistake for one that vLLM would not accept."""
     try:
         return MessagesRequest.model_validate(body)
     except ValidationError as error:
@@ -218,7 +211,6 @@ def parse_messages_request(body: Json) -> MessagesRequest:
 
 
 def to_chat(body: Json) -> Json:
-    """The equivalent chat completions request. Raises RequestRefused for a body that vLLM would not accept."""
     request = parse_messages_request(body | {"tools": own_tools(body)} if anthropic_tools(body) else body)
     metadata, thinking, config = request.metadata, request.thinking, request.output_config
     turns = [each for turn in request.messages for each in _messages(turn)]
@@ -288,7 +280,6 @@ def to_message(reply: Json, *, msg_id: str) -> Json:
 
 
 def to_usage(counts: Json | None) -> Json:
-    """Token counts: Anthropic's input tokens are those that were not cached."""
     counts = counts or {}
     details = counts.get("prompt_tokens_details") or {}
     cached = {
@@ -303,11 +294,7 @@ def to_usage(counts: Json | None) -> Json:
 def stop_reason_of(
     finish_reason: str | None, matched: str | int | None, *, has_tool_call: bool, complete: bool
 ) -> tuple[str | None, str | None]:
-    """Anthropic's stop_reason and stop_sequence.
-
-    `matched` is the stop string or token that was met; `complete` is False for a tool call that a stop string may have
-    cut short.
-    """
+    """Anthropic's stop_reason and stop_sequence. `complete` is False for a call that `matched` may have cut short."""
     if finish_reason == "length":
         return "max_tokens", None
     if finish_reason not in {"stop", "tool_calls"}:
@@ -331,7 +318,6 @@ def _system(system: str | list[Block] | None) -> list[Json]:
 
 
 def _messages(turn: Turn) -> Iterator[Json]:
-    """A turn as chat messages: tool results are messages of their own, before the rest of it."""
     if turn.role == "system":
         content = [Block(type="text", text=turn.content)] if isinstance(turn.content, str) else turn.content
         yield from _system(content)
@@ -402,7 +388,6 @@ def _typed_field(item: Json, name: str, default: Any, kind: type) -> Any:
 
 
 def _tools(request: MessagesRequest) -> Json:
-    """The tools and which of them must be used. vLLM ignores a choice where there are no tools."""
     tools, choice = _final_tools(request), request.tool_choice
     if not tools:
         return {}
@@ -417,7 +402,6 @@ def _tools(request: MessagesRequest) -> Json:
 
 
 def _final_tools(request: MessagesRequest) -> list[Tool]:
-    """The tools of the request as its system messages have changed them."""
     changes = [block for turn in request.messages for block in turn.blocks if block.changes_tools]
     if not changes:
         return request.tools or []

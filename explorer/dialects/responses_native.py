@@ -41,7 +41,6 @@ class NativeResponseTranscript(Transcript):
             raise EngineError(f"the engine's response cannot be read: {error!r}") from error
 
     def update(self, response: Json) -> Json:
-        """Store the state of a response; returns it as the client gets it."""
         # The client's own value of the fields that were changed for the engine.
         changed = ("model", "previous_response_id", "metadata", "instructions")
         self.latest = response | {name: self._body[name] for name in changed if self._body.get(name) is not None}
@@ -117,10 +116,7 @@ class NativeReplyWriter(ReplyWriter):
 
 
 class NativeResponsesDialect(Dialect):
-    """OpenAI's responses, as the engine's own route answers them.
-
-    `read_conversation` reads the chat messages up to a tenant's response; `defaults` fill the client's empty fields.
-    """
+    """OpenAI's responses, as the engine's own route answers them; `defaults` fill the client's empty fields."""
 
     path, prefix = RESPONSES, "resp_"
     upstream_path, upstream_prefix = RESPONSES, "resp_"
@@ -159,7 +155,6 @@ class NativeResponsesDialect(Dialect):
 
 
 def input_items(messages: Sequence[Json]) -> list[Json]:
-    """Chat messages, as `responses_request` makes them, as the items of an input."""
     items: list[Json] = []
     for message in messages:
         role, content = message["role"], message.get("content")

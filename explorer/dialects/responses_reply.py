@@ -1,7 +1,4 @@
-"""Translates a chat completion into what vLLM's own `/v1/responses` answers: a response object, or its events.
-
-In a stream an item of the output is started, added to and ended; the next delta's type decides which item is open.
-"""
+"""Translates a chat completion into what vLLM's own `/v1/responses` answers: a response object, or its events."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -46,10 +43,7 @@ _SCHEMA = dict.fromkeys(("description", "strict"))
 def to_response(
     body: Json, reply: Json, *, response_id: str, created_at: int, context_length: int | None = None
 ) -> Json:
-    """The response to a request that `to_chat` translated; `reply` is the chat completion.
-
-    `context_length` is the engine's. The service's defaults, such as the temperature, belong into `body`.
-    """
+    """The response to a request that `to_chat` translated. The service's defaults belong into `body`."""
     choice, usage = reply["choices"][0], reply["usage"]
     in_progress = in_progress_response(
         body,
@@ -77,7 +71,6 @@ def to_response(
 
 
 def in_progress_response(body: Json, *, response_id: str, created_at: int, model: str, remaining: int | None) -> Json:
-    """The response before anything is sampled. `remaining` is what the prompt leaves of the context."""
     temperature, top_p = (1.0 if body.get(name) is None else float(body[name]) for name in ("temperature", "top_p"))
     limits = [limit for limit in (body.get("max_output_tokens"), remaining) if limit is not None]
     given = {name: body[name] for name in _ECHOED if body.get(name) is not None}
@@ -109,7 +102,6 @@ def in_progress_response(body: Json, *, response_id: str, created_at: int, model
 
 
 def finish_response(in_progress: Json, output: list[Json], *, finish_reason: str | None, reply: Json) -> Json:
-    """The finished response. `reply` is the chat completion, or the last chunk of a streamed one."""
     cut_off = finish_reason == "length"
     passed_through = ("kv_transfer_params", "ec_transfer_params", "metrics")
     usage = reply["usage"]
@@ -143,7 +135,6 @@ def finish_response(in_progress: Json, output: list[Json], *, finish_reason: str
 
 
 def remaining_context(context_length: int | None, usage: Json | None) -> int | None:
-    """How many tokens a reply may have by its engine's context length, where both are known."""
     return None if context_length is None or usage is None else context_length - usage["prompt_tokens"]
 
 
@@ -168,7 +159,6 @@ def reasoning_item(name: str, content: list[Json] | None, *, status: str | None)
 
 
 def call_item(item: str, call_id: str, tool: NamedTool, arguments: str, *, status: str) -> Json:
-    """The item of one call: of a function, or of a custom tool, which has free text."""
     called = {"id": item, "call_id": call_id, "name": tool.name, "namespace": tool.namespace}
     called |= {"async": None, "caller": None}
     if tool.kind == "custom":
@@ -177,7 +167,6 @@ def call_item(item: str, call_id: str, tool: NamedTool, arguments: str, *, statu
 
 
 def logprobs_of(choice: Json) -> list[Json]:
-    """The log-probabilities of a choice, in the form that both routes share."""
     return (choice.get("logprobs") or {}).get("content") or []
 
 
@@ -322,10 +311,7 @@ class _CustomCall(_Call):
 
 
 class ResponseStream:
-    """One streamed response. It takes the chunks of the chat completion one by one and returns the events for each.
-
-    `context_length` is the engine's. The service's defaults belong into `body`.
-    """
+    """One streamed response: the events for each chunk. The service's defaults belong into `body`."""
 
     def __init__(self, body: Json, *, response_id: str, created_at: int, context_length: int | None = None) -> None:
         self._body = body
@@ -342,7 +328,6 @@ class ResponseStream:
         self._finished = False
 
     def add_chunk(self, chunk: Json) -> bytes:
-        """The events of one chunk: none or several. A chunk that is an error ends the stream."""
         if self._finished:
             return b""
         events: list[Json] = []
@@ -379,7 +364,6 @@ class ResponseStream:
         return self._encode(events)
 
     def end(self) -> bytes:
-        """The last events, after the engine's [DONE]. Nothing after a failure."""
         if self._finished:
             return b""
         if self._in_progress is None or self._finish_reason is None or self._last.get("usage") is None:

@@ -77,10 +77,7 @@ def normalize(body: Json) -> Json:
 
 
 def untranslatable_reason(body: Json, *, runs_tools: bool = False) -> str | None:
-    """Why the request cannot be translated into a chat completion; None if it can, or if it is invalid anyway.
-
-    `runs_tools`: the engine has a tool server, so tools that are neither functions nor custom mean something to it.
-    """
+    """Why the request cannot be a chat completion, if not. `runs_tools`: the engine has a tool server."""
     for param in ("enable_response_messages", "previous_input_messages"):
         if body.get(param):
             return param
@@ -93,20 +90,16 @@ def untranslatable_reason(body: Json, *, runs_tools: bool = False) -> str | None
 
 
 class NamedTool(NamedTuple):
-    """A tool of a response's request, as the client names it."""
-
     kind: str
     name: str
     namespace: str | None
 
 
 def named_tools(body: Json) -> dict[str, NamedTool]:
-    """The tools that a model can call, by the names of their functions in the chat completion."""
     return {_flat(space, tool["name"]): NamedTool(tool["type"], tool["name"], space) for space, tool in _callable(body)}
 
 
 def hosted_tools(body: Json) -> list[str]:
-    """The types of the tools that run at the provider."""
     tools = body.get("tools")
     found = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
     return [each for each in dict.fromkeys(found) if isinstance(each, str) and each not in _CALLABLE]
@@ -133,10 +126,7 @@ def custom_input(arguments: str) -> str:
 
 
 def to_chat(body: Json, previous: Sequence[Json] = ()) -> Json:
-    """The equivalent chat completion.
-
-    `previous` is the conversation that `previous_response_id` names. Raises RequestRefused for what vLLM refuses.
-    """
+    """The equivalent chat completion after the `previous` messages. Raises RequestRefused for what vLLM refuses."""
     _check(body)
     items = body.get("input")
     chat = {name: body[name] for name in _SHARED_FIELDS if body.get(name) is not None}
@@ -162,11 +152,7 @@ def to_chat(body: Json, previous: Sequence[Json] = ()) -> Json:
 
 
 def continued_messages(body: Json, response: Json, previous: Sequence[Json] = ()) -> list[Json]:
-    """The messages that a request continues from which names `response` as the previous one.
-
-    Instructions are not carried over. As in vLLM, nor are the response's reasoning and function calls: a client that
-    answers a call sends the call again.
-    """
+    """The messages that a request continues. As in vLLM, instructions, reasoning and calls are not carried over."""
     parts = [part for item in response["output"] if item["type"] == "message" for part in item["content"]]
     messages = [*previous, *_messages(body.get("input"))]
     return [
@@ -180,7 +166,6 @@ def wants_logprobs(body: Json) -> bool:
 
 
 def tool_choice(body: Json) -> Any:
-    """The tool choice in effect: none where there are no tools."""
     return body.get("tool_choice", "auto") if body.get("tools") else "none"
 
 
@@ -212,7 +197,6 @@ def refuse_unsupported(body: Json) -> None:
 
 
 def _messages(items: Any) -> list[Json]:
-    """The input as messages; the items of one turn of the assistant are merged into one."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):
@@ -231,7 +215,6 @@ def _messages(items: Any) -> list[Json]:
 
 
 def _merge_into(turn: Json, message: Json) -> bool:
-    """Merge a message into the turn before, if it fits: any number of calls, one text, one reasoning."""
     if turn["role"] != "assistant" or message["role"] != "assistant":
         return False
     if "tool_calls" in message:
@@ -337,7 +320,6 @@ def _format(body: Json) -> Json:
 
 
 def _flat(namespace: str | None, name: str) -> str:
-    """A tool's name as a function, as vLLM writes it."""
     return f"{namespace}__{name}" if namespace else name
 
 

@@ -1,7 +1,4 @@
-"""Names of LoRA adapters: on an engine each has a name of its own, clients call all by the one served model name.
-
-A name is made of a hash of the adapter: whatever an engine has cached under it, such as prompt prefixes, is right.
-"""
+"""Names of adapters on an engine, made of their hash: whatever is cached under one is right."""
 
 import hashlib
 import re
@@ -20,7 +17,6 @@ _NAMED = re.compile(rb'"model":"%b[^"]*"' % _PREFIX.encode())
 
 
 def is_adapter(actor: Path) -> bool:
-    """Whether a version's folder holds no more than an adapter."""
     return (actor / ADAPTER_CONFIG).exists()
 
 
@@ -43,8 +39,6 @@ def without_adapters(models: bytes) -> bytes:
 
 
 class ModelRenaming(msgspec.Struct, frozen=True):
-    """The name that clients use for a model, and that of the adapter on the engine."""
-
     public_name: str
     adapter_name: str
 
@@ -59,5 +53,4 @@ class ModelRenaming(msgspec.Struct, frozen=True):
         return orjson.dumps(request | {"model": self.adapter_name})
 
     def rename_reply(self, lines: bytes) -> bytes:
-        """Whole lines of a reply as clients get them. Inside a text of it the quotes would be escaped."""
         return _NAMED.sub(lambda _: b'"model":%b' % orjson.dumps(self.public_name), lines)

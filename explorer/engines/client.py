@@ -30,8 +30,6 @@ _ASKED_AGAIN_S = 30.0
 
 
 class EngineReply:
-    """An engine's reply. Closed before its end, it makes the engine stop sampling."""
-
     def __init__(self, connection: "_Connection") -> None:
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
@@ -93,7 +91,6 @@ class EngineReply:
         return block
 
     def close(self) -> None:
-        """Read no more of it."""
         if not self._ended:
             self._connection.abort()
 
@@ -114,7 +111,6 @@ class EngineReply:
         return bool(self.status) and self.headers.keys().isdisjoint((b"content-length", b"transfer-encoding"))
 
     def receive_head(self, status: int) -> None:
-        """Called by the connection: the headers are complete."""
         self.status = status
         self._wake()
 
@@ -296,10 +292,7 @@ class _Connection(asyncio.Protocol):
 
 
 class EngineHttp:
-    """The connections to one engine, at a URL or on a Unix socket; as many as there are requests.
-
-    `renaming` is set while the engine serves an adapter.
-    """
+    """The connections to one engine; as many as there are requests. `renaming` is set while it serves an adapter."""
 
     def __init__(self, *, url: str | None = None, socket: str | None = None, key: str | None = None) -> None:
         parts = urlsplit(url or "http://engine")

@@ -1,10 +1,4 @@
-"""The engines, and which of them answers a request.
-
-The decisions are synchronous, so no lock is needed: nothing else runs between looking and taking.
-
-Versions: every worker decides by itself and all decide alike, by a hash, so that the same key gets the same version
-every time. Which engine has the beginning of a conversation in its cache is told by `prefix_affinity.py`.
-"""
+"""The engines, and which of them answers a request. Decisions are synchronous: no lock is needed."""
 
 import asyncio
 import hashlib
@@ -68,7 +62,6 @@ class TrafficSplit(msgspec.Struct, frozen=True):
         return bucket_of(self.version, key) < self.shadow_share
 
     def without_traffic(self) -> "TrafficSplit":
-        """The same version without any requests."""
         return TrafficSplit(self.version)
 
 
@@ -88,13 +81,10 @@ def in_share(purpose: bytes, msg_id: str, share: float) -> bool:
 
 
 def split_of(mode: str, version: int, share: float) -> TrafficSplit:
-    """The split of a rollout in a mode: shadow or canary."""
     return TrafficSplit(version, shadow_share=share) if mode == "shadow" else TrafficSplit(version, share=share)
 
 
 class PinParser:
-    """Reads which policy and version a request asks for: what its `model` names."""
-
     def __init__(self, settings: Settings) -> None:
         #: The model's own name, as engines know it.
         self.model_name = settings.served_model_name
@@ -105,10 +95,7 @@ class PinParser:
         self._serves_adapters = settings.model.lora.rank > 0
 
     def route(self, body: Mapping[str, Any], caller: Caller, policies: PolicyTable | None) -> ModelRoute:
-        """What a body asks for. Raises RequestRefused for a name that the caller's key may not use.
-
-        The model's own name, and its aliases, are the policy of the key, or the default one.
-        """
+        """What a body asks for; the model's own names are the policy of the key. Raises RequestRefused."""
         pin, alias, model = self.parse(body), self.alias(body), body.get("model") or self.model_name
         own = bool(pin or alias) or model == self.model_name
         if own and not caller.policy:
@@ -122,10 +109,7 @@ class PinParser:
         return model if isinstance(model, str) and model in self.aliases else None
 
     def parse(self, body: Mapping[str, Any]) -> VersionPin | None:
-        """The version that a body is pinned to. Raises RequestRefused if it is not a number, or the model no name.
-
-        A key that stands there by mistake goes no further: engines repeat a model's name in their answers and logs.
-        """
+        """The version that a body is pinned to. Raises RequestRefused for no number, or a key in the model's place."""
         model = body.get("model")
         if not isinstance(model, str | None):
             raise wrong_type("model", "a string")
@@ -201,7 +185,6 @@ class Engine:
 
     @property
     def renaming(self) -> ModelRenaming | None:
-        """The adapter that it serves, if that is what versions are."""
         return self.http.renaming
 
     @property
@@ -228,13 +211,11 @@ class Engine:
         await self.movement.look(self.state.value, self.control, quiet_s=quiet_s)
 
     def begin_load(self) -> None:
-        """Weights begin to change under what is in flight; adapters do not."""
         self.swaps += 1
         if self._control is None or self._control.loads_in_place:
             self.loads += 1
 
     def end_load(self, version: int) -> None:
-        """From now on it answers with this version."""
         self.swaps += 1
         self.version = version
         if self._control is not None:
@@ -252,8 +233,6 @@ class PolicyEngine(Engine):
 
 
 class EngineView(msgspec.Struct, frozen=True):
-    """An engine as the workers know it: where it is, and what it does."""
-
     number: int
     url: str | None
     socket: str | None
@@ -290,10 +269,7 @@ LoadVersion = Callable[[int, int], Awaitable[str]]
 
 
 class Fleet:
-    """All engines. Requests wait while none is ready, for at most `wait_timeout_s`.
-
-    With a `split`, engines that serve the canary version get its share of the requests and no others.
-    """
+    """All engines. With a `split`, those that serve the canary version get its share of the requests and no others."""
 
     def __init__(
         self,
@@ -318,7 +294,6 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be answered: some engine is ready, or will be in a moment."""
         return self._will_be_ready(self.engines)
 
     @property
@@ -331,17 +306,14 @@ class Fleet:
         return any(engine.state in will for engine in engines)
 
     async def set_state(self, engine: Engine, state: EngineState) -> None:
-        """Change an engine's state and wake the requests that wait for it."""
         engine.state = state
         await self._publish(engine)
 
     async def begin_load(self, engine: Engine) -> None:
-        """Publish that an engine's weights begin to change: what is in flight there is sampled from two versions."""
         engine.begin_load()
         await self._publish(engine)
 
     async def end_load(self, engine: Engine, version: int) -> None:
-        """Publish which version an engine serves."""
         engine.end_load(version)
         await self._publish(engine)
 
@@ -359,7 +331,6 @@ class Fleet:
             await self._replicas.set_policies(policies)
 
     async def apply(self, status: Sequence[EngineView]) -> None:
-        """Take over the state of engines that another process has published."""
         for each in status:
             engine = self.engines[each.number]
             engine.state, engine.version, engine.loads = each.state, each.version, each.loads
@@ -408,10 +379,7 @@ class Fleet:
             await self._changed.wait_for(lambda: all(each.state is not EngineState.ASLEEP for each in self.engines))
 
     async def acquire(self, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()) -> Engine:
-        """The engine that answers a request of a key, counted as busy until it is released.
-
-        Without a key it is one of the champion's. `prefix_hashes` are the request's (`hash_prefixes`).
-        """
+        """The engine that answers a key, counted as busy until its release; without a key one of the champion's."""
         engine = self._choose(self.engines, key, prefix_hashes)
         return self._mark_busy(engine or await self._wait_for_one(self.engines, key, prefix_hashes), prefix_hashes)
 
@@ -463,7 +431,6 @@ class Fleet:
         return guest
 
     def acquire_for_shadow(self) -> Engine | None:
-        """A ready engine of the version that gets shadow requests, counted as busy until it is released."""
         split = self.split
         engine = least_busy(each for each in self.engines if split and each.version == split.version)
         return self._mark_busy(engine) if engine else None
@@ -513,7 +480,6 @@ class Fleet:
         return engine
 
     async def learn_policies(self, policy: int) -> PolicyTable | None:
-        """The policies, as the ledger has them now: of this one at least."""
         if self._load_version is not None:
             await self._load_version(policy, 0)
         return self.policies
@@ -537,10 +503,7 @@ def choose_engine(
     with_prefix: Sequence[Container[int]] = (),
     rendezvous_order: Sequence[int] = (),
 ) -> Engine | None:
-    """The ready engine that answers a request of a key, if any; of several `pick_engine` decides.
-
-    The champion's engines stand in for the canary's, but never the other way round.
-    """
+    """The ready engine that answers, if any. The champion's stand in for the canary's, never the other way round."""
     pick = partial(pick_engine, with_prefix=with_prefix, rendezvous_order=rendezvous_order)
     if isinstance(key, VersionPin):
         return pick(key.filter(engines))
@@ -554,7 +517,6 @@ def choose_engine(
 
 
 def eligible_engines(engines: Sequence[Engine], key: RoutingKey | None) -> Sequence[Engine]:
-    """The engines that may answer a request of a key, now or when they are ready."""
     return key.filter(engines) if isinstance(key, VersionPin) else engines
 
 
@@ -583,6 +545,5 @@ def pick_engine(
 
 
 def least_busy(engines: Iterable[Engine]) -> Engine | None:
-    """The ready engine with the least in flight, if any."""
     ready = [engine for engine in engines if engine.state is EngineState.READY]
     return min(ready, key=lambda engine: engine.in_flight, default=None)

@@ -25,13 +25,10 @@ _Engine = TypeVar("_Engine", bound=_Serving)
 
 
 def no_model(reason: str) -> RequestRefused:
-    """The error of a request for a model that there is not, or not for this key."""
     return RequestRefused(f"the model does not exist: {reason}", status=404, code="model_not_found", param="model")
 
 
 class VersionPin(NamedTuple):
-    """A request for one version, `model@version`."""
-
     version: int
 
     def filter(self, engines: Iterable[_Engine]) -> list[_Engine]:
@@ -52,8 +49,6 @@ class JobView(msgspec.Struct, frozen=True):
 
 
 class JobNotOver(RequestRefused):
-    """A request for a model that its job has not made, as far as is known here."""
-
     def __init__(self, policy: int, job: JobView) -> None:
         reason = f"the fine-tuning job {job.id} is {job.state}"
         super().__init__(str(no_model(reason)), status=404, code="model_not_found", param="model")
@@ -82,14 +77,11 @@ class PolicyView(msgspec.Struct, frozen=True):
 
 
 class PolicyTable(dict[int, PolicyView]):
-    """The policies by their ids; also found by their names."""
-
     def __init__(self, policies: Iterable[PolicyView] = ()) -> None:
         super().__init__({each.id: each for each in policies})
         self._named = {(each.tenant, each.job.name if each.job else each.name): each for each in self.values()}
 
     def find(self, name: str, tenant: str) -> PolicyView | None:
-        """The policy of that name, or of that model of a job, that a tenant's keys may use."""
         name = name.partition(CHECKPOINT)[0]
         return self._named.get(("", name)) or self._named.get((tenant, name))
 
@@ -98,18 +90,13 @@ class PolicyTable(dict[int, PolicyView]):
 
 
 class AdapterView(msgspec.Struct, frozen=True):
-    """The adapter of a version that an engine holds for a policy, and what it was proven by there."""
-
     version: int
     renaming: ModelRenaming
     proof: str
 
 
 class ModelRoute(NamedTuple):
-    """What a request asks for: a policy, None for the default one, perhaps one version, and its `name` in replies.
-
-    Without a name the model has its own there.
-    """
+    """A policy (None: the default one), perhaps one version, and its `name` in replies unless it is the model's."""
 
     policy: PolicyView | None
     pin: VersionPin | None
@@ -131,10 +118,7 @@ def pin_of(number: str) -> VersionPin | None:
 def route_to_policy(
     model: str, own: ModelRoute | None, known: KnownNames, table: PolicyTable | None, *, tenant: str, of_key: int | None
 ) -> ModelRoute:
-    """What a request asks for by the name of a policy, or by the model's `own` name with a key that has a policy.
-
-    Raises RequestRefused for what a tenant's keys may not use. Without a table the policies are not known yet.
-    """
+    """What is asked for by a policy's name, or by the model's `own` with a key of a policy. Raises RequestRefused."""
     policies = table if table is not None else PolicyTable()
     if own is not None:
         policy, route = policies.get(of_key or 0), own
@@ -165,8 +149,6 @@ def route_to_policy(
 
 
 class PolicyKey(NamedTuple):
-    """What a version of a policy is chosen by: the key of its user or task, or a pin."""
-
     policy: int
     key: str
     pin: VersionPin | None

@@ -1,8 +1,4 @@
-"""Whether an engine that is asked for something works on it: a busy engine is not a dead one.
-
-Bytes to those who asked, its counters of steps, answers to our own calls, and the processor time of its processes are
-signs of work. That it answers a health check is none, and that it misses one tells of no end.
-"""
+"""Whether an engine that is asked for something works on it: by bytes, counters and processor time."""
 
 import time
 
@@ -17,10 +13,7 @@ _OVER_S, _WORKS = 5.0, 0.02
 
 
 class EngineMovement:
-    """What the control process sees of one engine. `pid` is that of its guard, None of an engine of others.
-
-    `still_s`: for how many seconds it has shown no sign of work, though requests or calls of ours wait for it.
-    """
+    """What is seen of one engine: `still_s` without a sign of work. `pid` is that of its guard."""
 
     def __init__(self) -> None:
         self.pid: int | None = None

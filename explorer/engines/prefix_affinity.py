@@ -21,15 +21,11 @@ _BLOCK_CHARACTERS, _BLOCK_TOKENS = 1024, 256
 
 
 class CachingEngine(Protocol):
-    """An engine with a prefix cache: its number, and how often its weights have changed."""
-
     number: int
     loads: int
 
 
 class PrefixAffinity:
-    """Which engines have which prefixes cached. Only hashes of the text are kept."""
-
     def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
         self._max_entries = max_entries
         #: By prefix hash: the engines' numbers, and how often their weights had changed by then.
@@ -39,7 +35,6 @@ class PrefixAffinity:
         return len(self._engines)
 
     def record(self, prefix_hashes: Sequence[int], engine: CachingEngine) -> None:
-        """Record that the engine answers a request with these prefixes."""
         last = prefix_hashes[-1]
         self._engines.setdefault(last, {})[engine.number] = engine.loads
         self._engines.move_to_end(last)
@@ -64,10 +59,7 @@ def rendezvous(prefix_hashes: Sequence[int], engines: Sequence[CachingEngine]) -
 
 
 def hash_prefixes(body: Mapping[str, Any]) -> tuple[int, ...]:
-    """The hashes of the prefixes of a request that an earlier request may have been; the last one is of all of it.
-
-    The first one is the same for all requests of a conversation, and all of them in every process.
-    """
+    """The hashes of prefixes; the first is the conversation's in every process, the last is of all of it."""
     messages = body.get("messages")
     if isinstance(messages, list):
         # One before each reply: only there a request of this conversation can have ended, so that a system prompt

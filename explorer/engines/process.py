@@ -43,7 +43,6 @@ _STAGES = (
 
 
 def start_stage(lines: Sequence[str]) -> str:
-    """What a starting engine does, by the lines of its log so far."""
     return next((stage for line in reversed(lines) for sign, stage in _STAGES if sign in line), "importing")
 
 
@@ -182,7 +181,6 @@ class EngineProcess:
 
 
 def _lines(path: Path, start: int) -> list[str]:
-    """The lines of an engine's log from the byte `start` on; none where it cannot be read, such as one that is gone."""
     try:
         with path.open("rb") as file:
             file.seek(start)

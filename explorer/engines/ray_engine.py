@@ -29,17 +29,14 @@ _BLOCK_BYTES = 1 << 16
 
 
 def proof(secret: bytes, nonce: bytes) -> bytes:
-    """The proof that its sender has the secret: the MAC of a nonce."""
     return hmac.digest(secret, nonce, "sha256")
 
 
 async def open_remote_end(socket: Path, secret: bytes, host: str) -> asyncio.Server:
-    """Forward connections to a free port of `host` that prove the secret to `socket`."""
     return await asyncio.start_server(partial(_accept, socket, secret), host, 0)
 
 
 async def open_local_end(socket: Path, secret: bytes, remote_address: tuple[str, int]) -> asyncio.Server:
-    """Forward connections to `socket` to the remote end."""
     return await asyncio.start_unix_server(partial(_forward, secret, remote_address), socket)
 
 
@@ -77,7 +74,6 @@ async def _relay(
     other_reader: asyncio.StreamReader,
     other_writer: asyncio.StreamWriter,
 ) -> None:
-    """Copy the bytes of each to the other, until either ends."""
     await asyncio.gather(_copy(reader, other_writer), _copy(other_reader, writer))
 
 
@@ -96,11 +92,7 @@ SPEC_VARIABLE = "TUNELOOP_RAY_ENGINE_SPEC"
 
 
 class RayEngineSpec(msgspec.Struct, frozen=True):
-    """An engine to run: its command, which listens on `socket`, its additional environment, and the GPUs it needs.
-
-    `socket` is on this machine. The command gets another one, on the machine where it runs, and `umask` instead of that
-    of Ray's workers.
-    """
+    """An engine to run. Its `socket` is on this machine; the command gets another one, and `umask`, where it runs."""
 
     ray_address: str
     insecure: bool
@@ -113,13 +105,10 @@ class RayEngineSpec(msgspec.Struct, frozen=True):
 
 
 class EngineActor:
-    """The Ray actor: an engine and the remote end of the tunnel to it."""
-
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes]
 
     def start(self, encoded_spec: bytes, secret: bytes) -> tuple[str, int]:
-        """Start the engine; returns the address and port that forward to it."""
         import ray
 
         host = ray.util.get_node_ip_address()

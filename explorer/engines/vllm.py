@@ -1,8 +1,4 @@
-"""vLLM 0.26 to 0.33: the command that starts it, and the routes that swap its weights.
-
-The weight routes exist only with VLLM_SERVER_DEV_MODE and have no authentication, so our engines listen on private
-sockets.
-"""
+"""vLLM 0.26 to 0.33: the command that starts it, and its weight routes, which need private sockets."""
 
 import asyncio
 import copy
@@ -80,7 +76,6 @@ UNSAFE_ON_CPU = frozenset({"seed"})
 
 
 def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
-    """The command that starts an engine with the weights in `model`, listening on a Unix socket."""
     model_settings, rollout = settings.model, settings.explorer.rollout_model
     lora, servers = model_settings.lora, api_servers_of(settings)
     rank = lora.most_rank
@@ -137,7 +132,6 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
 
 
 def tolerance(settings: Settings) -> float:
-    """How far an engine's log-probabilities may lie from exact ones, on average, in nats."""
     dtype = settings.explorer.rollout_model.dtype
     return _TF32_TOLERANCE if dtype == "float32" and settings.cluster.gpu_per_node else _TOLERANCE[dtype]
 
@@ -151,7 +145,6 @@ def environment(settings: Settings, number: int) -> dict[str, str]:
 
 
 def engine_variables(settings: Settings) -> dict[str, str]:
-    """The environment variables that we add for an engine, wherever it runs."""
     rollout = settings.explorer.rollout_model
     variables = {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -252,7 +245,6 @@ class EngineControl:
         return found[1] if found and not (servers and int(servers[1]) > 1) else None
 
     async def drafts_tokens(self) -> bool:
-        """Whether it drafts tokens: it was told to, or has counters of them."""
         return self.drafts or _DRAFTS in await self._get("/metrics/")
 
     async def steps(self) -> float | None:
@@ -265,7 +257,6 @@ class EngineControl:
         return sum(map(float, _STEPS.findall(metrics)), start=0.0) if "vllm:" in metrics else None
 
     async def find_plugin(self) -> None:
-        """Find out by one token whether the engine packs log-probabilities."""
         body = {"model": self._model_name, "prompt": [0], "max_tokens": 1, **CAPTURE_TEXT}
         try:
             answer = await self._post("/v1/completions", body=body, headers={**_JSON, HEADER: PACKED})
@@ -275,16 +266,13 @@ class EngineControl:
             log.warning("plugin_not_asked_for", reason=repr(error))
 
     async def pause(self, mode: str) -> None:
-        """Stop sampling: `keep` freezes what is in flight, `wait` lets it end first."""
         await self._post("/pause", params={"mode": mode, "clear_cache": "false"})
 
     def reset(self) -> None:
-        """Forget what was loaded, and what it can: the engine may have been restarted since."""
         self.has_fingerprint = self.is_extended
         self.base_is_proven = False
 
     def initial_weights(self, actor: Path) -> Path:
-        """The weights to start an engine with that is to serve `actor`."""
         return actor
 
     async def finish_start(self, actor: Path) -> None:
@@ -305,7 +293,6 @@ class EngineControl:
         return self
 
     async def load(self, actor: Path) -> None:
-        """Load weights in place. The engine must be paused and the files verified: a bad one kills the engine."""
         if is_adapter(actor):
             raise CheckpointRejected("the checkpoint is an adapter, and model.lora.rank is 0")
         await self._post("/collective_rpc", body={"method": "reload_weights", "kwargs": {"weights_path": str(actor)}})
@@ -320,25 +307,18 @@ class EngineControl:
         await self._post("/resume")
 
     async def sleep(self) -> None:
-        """Give back the GPU's memory, weights to main memory. What is in flight stands still, and then goes on."""
         await self._post("/sleep", params={"level": "1", "mode": "keep"})
 
     async def wake_up(self) -> None:
         await self._post("/wake_up")
 
     async def prove(self, probe: Probe) -> None:
-        """Raise CheckpointRejected unless its log-probabilities are the trainer's, through its prefix cache too.
-
-        And, where it has a fingerprint, of what may have changed since this was last proven.
-        """
+        """Raise CheckpointRejected unless log-probabilities, through the cache too, and a fingerprint are right."""
         if problem := (await self.measure_probe(probe, base=False)).problem:
             raise CheckpointRejected(problem)
 
     async def measure_probe(self, probe: Probe, *, base: bool = True) -> ProbeFindings:
-        """Compare the engine with the probe. Raises CheckpointRejected if its answer cannot be read.
-
-        Without `base`, adapters alone have to be those of the files, where the weights below were found right before.
-        """
+        """Compare the engine with the probe; without `base`, adapters alone. Raises CheckpointRejected."""
         try:
             prompt_ids, parts = list(probe.prompt_ids), None
             logprobs = await self._logprobs(prompt_ids)
@@ -380,7 +360,6 @@ class EngineControl:
         await self._post("/v1/completions", body=body)
 
     async def create_probe(self) -> Probe:
-        """A probe from this engine: others of the same weights, and itself later, must match it."""
         try:
             body = await self.query("/tokenize", prompt=probe_text())
             ids = body["tokens"][: min(PROBE_LENGTH, body["max_model_len"] - PROBE_ROOM)]
@@ -447,12 +426,7 @@ class EngineControl:
 
 
 class AdapterControl(EngineControl):
-    """The same methods where versions are adapters of the weights in `base`, with which the engine was started.
-
-    They are side by side, each under its own name. A name never means another adapter, so its cached keys and values
-    are always right, and nothing changes under what is in flight: a request ends with the adapter that it began with.
-    So nothing is paused, and no prefix cache is reset.
-    """
+    """The same where versions are adapters, side by side under names of their own: nothing in flight changes."""
 
     loads_in_place = False
 
@@ -466,7 +440,6 @@ class AdapterControl(EngineControl):
         self._same_engine = [self]
 
     def share_engine(self, other: EngineControl) -> None:
-        """Leave loaded what another control of the same engine has loaded."""
         assert isinstance(other, AdapterControl)
         self._same_engine = other._same_engine
         self._same_engine.append(self)
@@ -480,7 +453,6 @@ class AdapterControl(EngineControl):
         self._use(None)
 
     def initial_weights(self, actor: Path) -> Path:
-        """The base model: adapters are added to it."""
         self.reset()
         return self._base
 
@@ -497,7 +469,6 @@ class AdapterControl(EngineControl):
         """Nothing to do: nothing was paused."""
 
     async def load(self, actor: Path) -> None:
-        """Make the engine answer with the adapter in `actor`, or with the base model. Verify it first."""
         if is_adapter(actor):
             name = await self._load(actor)
             self._loaded[:] = [*(each for each in self._loaded if each != name), name]
@@ -540,11 +511,9 @@ class AdapterControl(EngineControl):
         return named
 
     async def let_go(self, adapter: AdapterView) -> None:
-        """Have an adapter no more that was held, and that no request is in flight for."""
         await self._unload(adapter.renaming.adapter_name)
 
     async def _load(self, actor: Path) -> str:
-        """The name under which the adapter in `actor` is loaded now."""
         name = adapter_name_of(actor)
         try:
             await self._post("/v1/load_lora_adapter", body={"lora_name": name, "lora_path": str(actor)})
@@ -573,7 +542,6 @@ class AdapterControl(EngineControl):
 
 
 def control_of(settings: Settings, session: httpx.AsyncClient, *, tolerance: float) -> EngineControl:
-    """The weight routes of an engine, for full weights or adapters as the settings say."""
     name, rollout = settings.served_model_name, settings.explorer.rollout_model
     if settings.model.lora.rank:
         base = settings.model.model_path.absolute()

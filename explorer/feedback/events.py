@@ -1,7 +1,4 @@
-"""What a client says of replies, as events: one for each signal about each reply, the same in a repeated call.
-
-An entry of a body may have every kind of feedback, several at once; a body has one entry or a list of them.
-"""
+"""What a client says of replies, as events: one for each signal about each reply, the same in a repeated call."""
 
 import hashlib
 import itertools
@@ -69,7 +66,6 @@ class Entry(NamedTuple):
 
 
 def parse_entries(body: dict[str, Any], key_header: str | None) -> list[Entry]:
-    """The entries of a body, of which there is one unless it has a list under `feedback`."""
     key = optional_name(body, "idempotency_key")
     # In the header it stands in quotes by the book.
     of_header = optional_name({"Idempotency-Key": (key_header or "").strip().strip('"')}, "Idempotency-Key")
@@ -175,7 +171,6 @@ def _msg_ids(entry: dict[str, Any], *, whole_run: bool) -> tuple[str, ...] | Non
 
 
 def _checked_signals(entry: dict[str, Any]) -> Sequence[Signal]:
-    """The signals of an entry. `metric` names what its first part is about; the others keep their own."""
     signals = list(_signals(entry))
     if not signals:
         raise RequestRefused(
@@ -222,7 +217,6 @@ def _signals(entry: dict[str, Any]) -> Iterator[Signal]:
 
 
 def _rating(entry: dict[str, Any]) -> Signal | None:
-    """The number, the thumb or the label of `reward` or `value`."""
     if entry.get("reward") is not None:
         if entry.get("value") is not None:
             raise RequestRefused("reward and value are two names for one field: give one", code="invalid_value")
@@ -249,10 +243,7 @@ class FeedbackEvent(NamedTuple):
 
 
 class EventFactory:
-    """One call. Its ids are read by `signer` as the caller's tenant's, and its raters are the caller's.
-
-    Names go into digests `as_stored`. `judge`: the source that is our judge's alone, whose word is taken for true.
-    """
+    """One call. Names go into digests `as_stored`. `judge`: the source that is our judge's alone."""
 
     def __init__(
         self,
@@ -273,10 +264,7 @@ class EventFactory:
         self._numbers = itertools.count()
 
     def events_of(self, entries: Sequence[Entry]) -> list[FeedbackEvent]:
-        """The events of the entries, in their order. Of two names of one reply both have the same event.
-
-        Raises RequestRefused for what nobody may say, or not so much of.
-        """
+        """The events of the entries, in order; two names of one reply have the same event. Raises RequestRefused."""
         _refuse_floods(entries, self._signer, self._tenant)
         named = [entry._replace(source=self._caller.rater(entry.source)) for entry in entries]
         if self._judge is not None and self._judge in {entry.source for entry in named}:

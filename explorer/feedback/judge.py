@@ -52,17 +52,12 @@ _MAX_COMMENT = 4000
 
 
 class UnjudgedReply(NamedTuple):
-    """A reply to be judged, and the id of the event that its verdict's total will be."""
-
     reply: ReplyState
     event_id: str
 
 
 class JudgeLoop:
-    """Looks for replies to judge, has them judged, and brings the verdicts to disk.
-
-    `wait_until_taken` waits until all that is on disk is in the database.
-    """
+    """Looks for replies to judge, has them judged, and brings the verdicts to disk."""
 
     def __init__(
         self,
@@ -90,7 +85,6 @@ class JudgeLoop:
         self._asked_at: float | None = None  # since when it has given no verdict
 
     def silent_s(self) -> float:
-        """For how long the judge was asked, and has given no verdict."""
         return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
 
     async def run(self, interval_s: float) -> None:
@@ -222,7 +216,6 @@ def judge_of(settings: JudgeSettings) -> Judge:
 
 
 def event_id(source: str, reply: ReplyState, metric: str) -> str:
-    """The name of what a judge says of a reply under a metric: the same each time, so that only one is stored."""
     name = "\0".join(("judge", source, reply.tenant, reply.msg_id, str(reply.choice), metric))
     return hashlib.sha256(name.encode()).hexdigest()
 

@@ -1,7 +1,4 @@
-"""Takes feedback and commits, on Trinity's wire: its bodies are understood and its answers' keys kept.
-
-Tokens bind the feedback of a browser to one reply.
-"""
+"""Takes feedback and commits, on Trinity's wire. Tokens bind the feedback of a browser to one reply."""
 
 import asyncio
 import time
@@ -69,7 +66,6 @@ _FEW = 100
 
 
 async def read_body(request: Request, *, may_be_empty: bool = False) -> dict[str, object]:
-    """The JSON object of a call that may name many ids. Raises RequestRefused."""
     data = as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
     if may_be_empty and not data:
         return {}
@@ -114,7 +110,6 @@ class FeedbackRoutes:
         self._judge_source = settings.judge.own_source
 
     async def feedback(self, request: Request) -> dict[str, object]:
-        """Store what is said of the replies named, and tell what became of it."""
         caller = caller_of(request.scope)
         body = await read_body(request)
         key, traceparent = request.headers.get("idempotency-key"), request.headers.get("traceparent")
@@ -123,7 +118,6 @@ class FeedbackRoutes:
     async def take(
         self, caller: Caller, body: dict[str, object], key: str | None = None, traceparent: str | None = None
     ) -> dict[str, object]:
-        """The same for a body that was read already, under an idempotency key and within a span if it has them."""
         started = time.time_ns()
         # How many ids a body may name, whatever else is wrong with it.
         entries = body.get("feedback")
@@ -165,7 +159,6 @@ class FeedbackRoutes:
         return await asyncio.to_thread(work)
 
     def _answer(self, parsed: Sequence[FeedbackEvent], found: FeedbackResults) -> dict[str, object]:
-        """What became of each; it is counted, too."""
         stored = _first_of_each(parsed)
         results = [
             each.outcome
@@ -209,7 +202,6 @@ class FeedbackRoutes:
 def _by_metric(
     named: Sequence[tuple[str, Feedback]], replaced: Mapping[str, Statement]
 ) -> dict[str, dict[str, Statement]]:
-    """What was replaced of each reply or run, by metric."""
     found: dict[str, dict[str, Statement]] = {}
     for about, event in named if replaced else ():
         if event.event_id in replaced:
@@ -230,7 +222,6 @@ def _replies_of_runs(
 
 
 def _first_of_each(parsed: Sequence[FeedbackEvent]) -> dict[str, Feedback]:
-    """Of the events with one id the first, which is stored."""
     first: dict[str, Feedback] = {}
     for each in parsed:
         if each.event is not None:
@@ -239,7 +230,6 @@ def _first_of_each(parsed: Sequence[FeedbackEvent]) -> dict[str, Feedback]:
 
 
 def _answer(parsed: Sequence[FeedbackEvent], results: Sequence[Outcome]) -> dict[str, object]:
-    """The outcome by what the client named, and how many there are of each."""
     outcomes: dict[str, Outcome] = {}
     for each, outcome in zip(parsed, results, strict=True):
         outcomes[each.about] = min(outcome, outcomes.get(each.about, outcome), key=WEAKEST_FIRST.index)
@@ -268,7 +258,6 @@ class CommitRoute:
         self._job_dir = job_dir
 
     async def commit(self, request: Request) -> dict[str, object]:
-        """Release what has been rewarded until now to the trainer, and say how much that was."""
         body = await read_body(request, may_be_empty=True)
         as_stored, task_ids = self._recorder.name_as_stored, body.get("task_ids")
         task_id, run_id = (optional_id(body, name) for name in ("task_id", "run_id"))
@@ -335,7 +324,6 @@ class TokenRoute:
 
 
 def bind(entries: Sequence[Entry], claims: FeedbackClaims) -> list[Entry]:
-    """Entries as the bearer of a token may write them. Raises RequestRefused if one is about anything else."""
     for entry in entries:
         about = {each.partition(":")[0] for each in entry.msg_ids or ("",)}
         named = (entry.preferred_over, entry.task_id, entry.run_id)

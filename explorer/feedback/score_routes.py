@@ -1,7 +1,4 @@
-"""Takes scores on Langfuse's wire, as feedback: chat pages send their thumbs so, and Langfuse's clients.
-
-A trace is a reply, by its id; replies, by a name that their requests carried; or a run, as `task_id/run_id`.
-"""
+"""Takes Langfuse's scores, as feedback: of a reply's id, of a name that requests carried, or of `task_id/run_id`."""
 
 import asyncio
 import uuid
@@ -54,7 +51,6 @@ class ScoreRoutes:
         self._metrics = settings.feedback.score_metrics
 
     async def create(self, request: Request) -> Response:
-        """Store a score, or each of a list; of a list it is told how many were."""
         caller, data = caller_of(request.scope), as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
         if not data.lstrip().startswith(b"["):
             return JSONResponse(await self._store(caller, await parse_body(data)))
@@ -65,7 +61,6 @@ class ScoreRoutes:
         return JSONResponse({"message": "Accepted"}, 202)
 
     async def ingest(self, request: Request) -> Response:
-        """Store the scores of a batch of events; of the others, and of what was refused, it is told why."""
         data = as_utf8(await read_bytes(request, max_bytes=MAX_BODY_BYTES))
         events = (await parse_body(data)).get("batch")
         if not isinstance(events, list) or not all(isinstance(each, dict) for each in events):
@@ -81,7 +76,6 @@ class ScoreRoutes:
         return JSONResponse(told, 207)
 
     async def delete(self, caller: Caller, score_id: str) -> None:
-        """Take back what a score said. Raises RequestRefused if there is none."""
         source = _source_of({"id": score_id})
         await self._wait_until_taken()
         as_stored = self._feedback.recorder.name_as_stored(caller.rater(source) or "")
@@ -103,7 +97,6 @@ class ScoreRoutes:
             raise LedgerUnavailable("the database is away, or still behind: send the same again later")
 
     async def _store_all(self, caller: Caller, scores: Sequence[Any]) -> list[object]:
-        """What became of each; a refusal for what was refused."""
         if len(scores) > MAX_SCORES:
             message = f"a call may bring {MAX_SCORES} scores, and this one brings {len(scores)}"
             raise RequestRefused(message, status=413, code="too_many_scores")
@@ -114,7 +107,6 @@ class ScoreRoutes:
         return list(results)
 
     async def _store(self, caller: Caller, score: Any) -> dict[str, object]:
-        """Store a score. Raises RequestRefused if it is none, or about nothing that is known."""
         if isinstance(score, RequestRefused):
             raise score
         if not isinstance(score, dict):
@@ -128,7 +120,6 @@ class ScoreRoutes:
         return {"id": score["id"], **answer}
 
     async def _about(self, caller: Caller, score: dict[str, Any]) -> dict[str, object]:
-        """What of ours a score is about, as feedback names it."""
         named = [each for name in ("observationId", "traceId") if (each := optional_name(score, name))]
         for each in named:
             if self._feedback.signer.parse(each, caller.tenant) is not None:
@@ -151,7 +142,6 @@ class ScoreRoutes:
 
 
 def _score_of(event: Mapping[str, Any]) -> Any:
-    """The score of an event, or why it is none."""
     if (kind := event.get("type")) == "score-create":
         return event.get("body")
     message = f"{str(kind)[:100]} was not kept: only scores are kept here"
@@ -159,7 +149,6 @@ def _score_of(event: Mapping[str, Any]) -> Any:
 
 
 def _source_of(score: dict[str, Any]) -> str:
-    """The source that a score is feedback of: the same id says something else instead."""
     return f"score:{optional_name(score, 'id')}"
 
 

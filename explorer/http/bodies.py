@@ -1,7 +1,4 @@
-"""Reads request bodies: bounded, strictly JSON, an object; and the values that vLLM accepts in the place of others.
-
-Its request models are pydantic's, which coerce: a request means the same here and there.
-"""
+"""Reads request bodies: bounded, strictly JSON; and values as vLLM's pydantic models coerce them."""
 
 import asyncio
 import json
@@ -36,10 +33,7 @@ _MOST_WRITTEN = 254
 
 
 async def read_object(request: Request, *, max_bytes: int, empty_is: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The body as a JSON object. `empty_is` is the value of an empty body, where that is allowed.
-
-    NaN, Infinity, numbers beyond a double, lone surrogates and broken UTF-8 are not JSON.
-    """
+    """The body as a JSON object, `empty_is` where it is empty. NaN, lone surrogates and broken UTF-8 are not JSON."""
     data = await read_bytes(request, max_bytes=max_bytes)
     return empty_is if not data and empty_is is not None else await parse_body(as_utf8(data))
 
@@ -254,10 +248,7 @@ def _coerce(adapter: TypeAdapter[T], value: object, param: str, wanted: str) -> 
 
 
 def check_template(body: Mapping[str, Any]) -> None:
-    """Raise RequestRefused for a request that brings a chat template of its own.
-
-    vLLM refuses it too, unless it is told to trust requests, as engines that others started may be.
-    """
+    """Raise RequestRefused for a chat template of a request's own, which engines of others may trust."""
     inner = body.get("chat_template_kwargs")
     for holder, param in ((body, "chat_template"), (inner, "chat_template_kwargs.chat_template")):
         if isinstance(holder, Mapping) and holder.get("chat_template") is not None:

@@ -78,7 +78,6 @@ _ANTHROPIC_PREFIX = "/v1/messages"
 
 
 def refusal_of(error: Exception) -> RequestRefused:
-    """The refusal that a client gets for an error, ours or a bug."""
     if isinstance(error, RequestRefused):
         return error
     for kind, (status, code, retry_after_s) in _STATUS_TABLE.items():
@@ -145,12 +144,10 @@ _ABOUT_ALL = "this is about all tenants: it needs explorer.admin_key, or an admi
 
 
 def operator_only(reason: str = _ABOUT_ALL) -> RequestRefused:
-    """The refusal of the administrator of one tenant, where all tenants are concerned, or for another reason."""
     return RequestRefused(reason, status=403, code="operator_only")
 
 
 def from_proxy() -> RequestRefused:
-    """The refusal of a request without a key that a proxy forwards."""
     return RequestRefused(
         "without keys, nothing that a proxy forwards is answered, for it may come from anywhere: make a key "
         "(tuneloop keys create -c tuneloop.yaml --name web), and send it with each request",
@@ -160,8 +157,6 @@ def from_proxy() -> RequestRefused:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make the app answer every error by the table."""
-
     def respond(request: Request, error: Exception) -> Response:
         return error_response(refusal_of(error), request.url.path, request.headers.get("x-request-id"))
 
@@ -206,7 +201,6 @@ _REPLY = re.compile(r"max\w*_tokens=(\d+) cannot be greater than [\w=]*?=(\d+)")
 
 
 def tell_too_long(error: Json) -> Json:
-    """An engine's error, with the code of a request that is too long, if it is about one."""
     message = str(error.get("message"))
     return error | {"code": TOO_LONG} if _PROMPT.search(message) or _REPLY.search(message) else error
 
@@ -241,7 +235,6 @@ def anthropic_error(message: str, *, status: int, kind: str | None = None) -> Js
 
 
 def anthropic_engine_error(body: Json, *, status: int) -> Json:
-    """An error of vLLM's chat completions as its messages route would have answered it."""
     error = body.get("error")
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         return anthropic_error(f"the engine answered {status}", status=status)

@@ -1,8 +1,4 @@
-"""The listening sockets: one for each worker, on one port, among which the kernel spreads connections.
-
-They belong to the control process, so that connections that wait on a worker's socket are not lost with the worker: the
-next one answers them.
-"""
+"""The listening sockets, one for each worker on one port. They outlive the workers."""
 
 import socket
 from contextlib import ExitStack

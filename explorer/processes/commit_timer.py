@@ -1,8 +1,4 @@
-"""Releases rewarded replies to the trainer as time goes on: `buffer.commit: auto`.
-
-The explorer that decides about rollouts does it for all. What is due the ledger knows, so that who takes over, or is
-started again, goes on.
-"""
+"""Releases rewarded replies to the trainer as time goes on, in the explorer that leads: `buffer.commit: auto`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -32,8 +28,6 @@ _PAGES = 5
 
 
 class CommitTimer:
-    """Commits what is due. `wait_until_taken` waits until all that is on disk is in the database."""
-
     def __init__(
         self,
         settings: Settings,
@@ -79,7 +73,6 @@ class CommitTimer:
         return rules
 
     def _commit_some(self, policies: dict[int, BatchRules]) -> bool:
-        """Look at some pages of each policy; whether there is more to commit."""
         rewarded, committed, more = self._commit.reward_by_default(), 0, False
         for number, rules in policies.items():
             for _ in range(_PAGES):

@@ -1,7 +1,4 @@
-"""The control process: binds the port, keeps the workers running, and does for all of them what is done once.
-
-Requests do not pass here, so nothing done here, such as moving the outbox into the database, keeps them waiting.
-"""
+"""The control process: binds the port, keeps the workers running, and does what is done once for all."""
 
 import asyncio
 import itertools
@@ -91,8 +88,6 @@ _LIVED_S = 60.0
 
 
 class WorkerProcess:
-    """One worker, from its start to its end. It is the `owner` of outbox files once it serves."""
-
     def __init__(self, serial: int, number: int) -> None:
         self.serial = serial
         self.number = number
@@ -173,8 +168,6 @@ async def _kill_when_frozen(worker: WorkerProcess, stops: Callable[[], tuple[Sta
 
 
 class Workers:
-    """All workers. They are the audience of the fleet: no weights change before each of them knows."""
-
     def __init__(
         self,
         settings: Settings,
@@ -197,7 +190,6 @@ class Workers:
         self.outbox_status, self.database_away = OutboxStatus(), False
 
     def serve_with(self, services: ControlServices, database: DatabaseFile) -> None:
-        """Let the workers begin, which have only been started until now."""
         self._services, self._database = services, database
 
         async def publish_keys(table: KeyTable) -> None:
@@ -207,10 +199,7 @@ class Workers:
         self._begun.set()
 
     async def keep_running(self, number: int) -> None:
-        """Run one worker for ever, until `stop`. Raises TuneloopError if it never serves in the first place.
-
-        One that is killed has failed at nothing, unless it is killed again and again.
-        """
+        """Run one worker until `stop`. Raises TuneloopError if it never serves; being killed is no failure."""
         pause, has_served, killed, loop = _PAUSE_S, False, 0, asyncio.get_running_loop()
         while not self._stopping.is_set():
             started = loop.time()
@@ -266,7 +255,6 @@ class Workers:
 
     @property
     def url(self) -> str:
-        """Where programs of this machine reach the workers."""
         host, port = self._sockets[0].getsockname()[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -423,7 +411,6 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
 
 
 async def _end(workers: Workers, serving: Sequence["asyncio.Task[None]"]) -> None:
-    """Let the workers end what they have begun, and end those that do not."""
     workers.stop()
     _, still = await asyncio.wait(serving, timeout=_STOP_S)
     if still:

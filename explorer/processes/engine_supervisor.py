@@ -1,9 +1,4 @@
-"""Keeps engines serving the champion: starts our own, and again when they die or hang; those of others are attached.
-
-Where a GPU is shared with the trainer (`cluster.gpu_turn`, docs/decisions.md), the engine sleeps in the trainer's
-turn: its weights are in main memory, its cache is gone. Requests wait, and those that were being answered go on
-afterwards, with the same weights.
-"""
+"""Keeps engines serving the champion: our own are started again, those of others are attached."""
 
 import asyncio
 import time
@@ -60,10 +55,7 @@ _FRESH = "versions are taken up by fresh engines, as with explorer.on_reload: re
 
 
 class EngineSupervisor:
-    """Runs an engine of our own: starts it, again when it dies or hangs, anew when a version asks for that.
-
-    It is its engine's EngineStarter. Where the place is spare, nothing runs there until somebody starts an engine.
-    """
+    """Runs an engine of our own. Where the place is spare, nothing runs there until somebody starts an engine."""
 
     def __init__(
         self,
@@ -146,10 +138,7 @@ class EngineSupervisor:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     async def _bring_up(self, *, must: bool) -> None:
-        """Have the engine in rotation with the champion, proven; or wait until a fresh one is, where there was none.
-
-        What goes wrong is EnvironmentRefused where it `must` work.
-        """
+        """Have the engine in rotation, proven. What goes wrong is EnvironmentRefused where it `must` work."""
         engine = self._engine
         if engine.state is EngineState.SPARE:
             return await self._fleet.wait_for_state(engine, *_RUNNING)
@@ -201,7 +190,6 @@ class EngineSupervisor:
 
 
 async def _find_plugin(engine: Engine) -> None:
-    """Find out whether it has our plugin, and say what it costs if not."""
     await engine.control.find_plugin()
     if engine.packs is False:
         log.warning(
@@ -210,8 +198,6 @@ async def _find_plugin(engine: Engine) -> None:
 
 
 class FleetTrial:
-    """Tries out on the first engine whether versions can be taken up in place; if not, all get them by a new start."""
-
     def __init__(self, fleet: Fleet, *, head_is_seen: bool) -> None:
         """`head_is_seen`: a head that is not renewed with the embeddings that it is tied to would show."""
         self._fleet = fleet
@@ -219,7 +205,6 @@ class FleetTrial:
         self._trial = ReloadTrial()
 
     async def fails(self, engine: Engine, version: Version) -> bool:
-        """Whether an engine that was started with a version must be started anew, for it was tried and has failed."""
         weights = ServedWeights(actor_of(version), known_fingerprints(version), self._head_is_seen)
         fault, tried = await self._trial.fault(engine.control, weights)
         if tried and fault is not None:
@@ -239,10 +224,7 @@ def _refusal(error: TuneloopError, champion: Version) -> EnvironmentRefused:
 
 
 async def _until_ill(engine: Engine, health_timeout_s: float) -> str:
-    """Why an engine is to be ended, once it is so: it stands still, or a ready one does not say that it is healthy.
-
-    One that is reloaded has time to say so, and one that works: its health check waits for what it works on.
-    """
+    """Why an engine is to be ended, once it is so: it stands still, or is not healthy. What works has time."""
     misses, since, movement = 0, 0.0, engine.movement
     while misses < _MISSES:
         await asyncio.sleep(_LOOK_S)
@@ -280,11 +262,7 @@ class Champions:
         self._probes = probes
 
     async def give(self, engine: Engine, fleet: Fleet) -> Version:
-        """Bring the engine to the champion's weights, whatever an earlier explorer left in it, and perhaps left paused.
-
-        Only where no version was ever published it is taken as it is: so that it needs no weight routes just to serve.
-        Raises CheckpointRejected unless its weights are proven then.
-        """
+        """Bring the engine to the champion, unless no version was ever published. Raises CheckpointRejected."""
         champion, _ = await servable_champion(self._ledger, self._verifier)
         if not champion.is_base or len(await asyncio.to_thread(self._ledger.versions.all)) > 1:
             await load(engine, champion, fleet=fleet)
@@ -297,10 +275,7 @@ class Champions:
 
 
 class Attachment:
-    """An engine that somebody else runs, used while it is healthy and has been proven to have the champion's weights.
-
-    With a `host`, which has the same process, it is up only as long as that is.
-    """
+    """An engine of others, used while it is healthy and proven to have the champion's weights, and its `host` is up."""
 
     def __init__(
         self,
@@ -412,11 +387,9 @@ class EngineSleep:
         self._is_ours, self._not_before = False, 0.0
 
     def stay_awake(self) -> None:
-        """Begin no turn of the trainer's any more: what is in flight is to end."""
         self._stays_awake = True
 
     async def run(self) -> None:
-        """Let the trainer have the GPU whenever it waits for it and the engine has had its turn."""
         await every(_GPU_LOOK_S, self._turn, task="gpu_turns", metrics=self._metrics)
 
     def fileno(self) -> int:
@@ -449,7 +422,6 @@ class EngineSleep:
             await self._lend()
 
     async def _lend(self) -> None:
-        """Have the engine sleep while the trainer has the GPU."""
         engines, began = self._fleet.engines, time.monotonic()
         for engine in engines:  # In the same breath: nobody else takes one of them out of rotation.
             engine.state = EngineState.ASLEEP

@@ -18,8 +18,6 @@ PURGE_S = 3600.0
 
 
 class Forgetting:
-    """Looks now and then whom to forget, and what. `forget_files` lets all outbox files go that there are now."""
-
     def __init__(
         self,
         settings: Settings,

@@ -1,8 +1,4 @@
-"""Keeps the collection of garbage from stopping a process for a moment.
-
-A full collection looks at every object that there is: a tenth of a second and more for what a service is made of, in
-which a process answers nobody, however little there is to be found.
-"""
+"""Keeps the collection of garbage from stopping a process for a moment."""
 
 import gc
 

@@ -1,7 +1,4 @@
-"""Keeps the workers' keys fresh: the control process looks twice a second.
-
-{job_dir}/keys.json    the hashes of the keys, for a start while the database is away; never the truth
-"""
+"""Keeps the workers' keys fresh; keys.json has their hashes for a start while the database is away."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -37,11 +37,7 @@ KEY_CHANGED, _NAMES_LOOKED_AT = "reply_key_changed", 100
 
 
 class LedgerGauges:
-    """Writes per served version, at step = version: `served/requests`, `served/rewarded`, `served/reward_mean`.
-
-    `outbox` tells what the ledger does not have yet, `stops` what stands still; `reached` says whether the database
-    answered the last time.
-    """
+    """Sets the gauges, and writes `served/…` curves; `reached`: whether the database answered the last time."""
 
     def __init__(
         self,
@@ -130,7 +126,6 @@ class LedgerGauges:
             raise
 
     def _set_gauges(self, ledger: LedgerFacts | None, *, away: str = "") -> None:
-        """Bring the gauges up to date that say what waits where, and why no step is happening."""
         now, metrics = steady_clock(), self._metrics
         outbox = self._outbox()
         if ledger is not None:

@@ -1,7 +1,4 @@
-"""The ledger of a service that must get up, and serve what it served before, while its database is away.
-
-{job_dir}/served.json    what was served last: a copy for the time until the database answers, never the truth
-"""
+"""The ledger of a service that serves on while its database is away: served.json says what it served last."""
 
 import contextlib
 import threading
@@ -32,8 +29,6 @@ _PATIENCE_S = 5.0
 
 
 class ServedVersions(msgspec.Struct, frozen=True):
-    """The champion and the newest version, as an explorer last saw them, and the model that they come from."""
-
     base: str
     champion: Version
     newest: Version
@@ -76,7 +71,6 @@ class PatientTransactions(Transactions):
         return super().time()
 
     def keep_time(self) -> None:
-        """Compare the ledger's time with the database's clock, if that was not done lately."""
         self.open()
         super().keep_time()
         steady_clock.follow(super().time())
@@ -97,8 +91,6 @@ class PatientTransactions(Transactions):
 
 
 class RememberedVersions(Versions):
-    """The versions; while the database is away, those that were served last."""
-
     def __init__(self, transactions: Transactions, *, path: Path, base: Path) -> None:
         super().__init__(transactions)
         self._path, self._base = path, base
@@ -110,7 +102,6 @@ class RememberedVersions(Versions):
         return self._served is not None
 
     def champion(self) -> Version:
-        """The version that is served; while the database is away, the one that was."""
         try:
             champion = super().champion()
         except (LedgerUnavailable, EnvironmentRefused):
@@ -121,7 +112,6 @@ class RememberedVersions(Versions):
         return champion
 
     def candidate(self) -> Version | None:
-        """The newest candidate, if any. It is remembered before an engine can get it."""
         candidate = super().candidate()
         if candidate is not None and self._served is not None:
             self._remember(self._served.champion, candidate)
@@ -132,7 +122,6 @@ class RememberedVersions(Versions):
         self.champion()
 
     def all(self) -> list[Version]:
-        """All versions, oldest first; while the database is away, the two that are remembered."""
         try:
             versions = super().all()
         except LedgerUnavailable:
@@ -155,8 +144,6 @@ class RememberedVersions(Versions):
 
 
 class PatientLedger(Ledger):
-    """A ledger over patient transactions, which remembers the versions that were served."""
-
     transactions: PatientTransactions
     versions: RememberedVersions
 
@@ -173,7 +160,6 @@ class PatientLedger(Ledger):
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """The ledger of an experiment, not opened yet."""
         schema = settings.buffer.trainer_input.experience_buffer.name
         return cls(connect(settings.database_url, schema=schema), settings)
 
@@ -197,10 +183,7 @@ def _prepare(settings: Settings, engine: Engine) -> None:
 
 
 def open_ledger(settings: Settings) -> PatientLedger:
-    """The ledger of this experiment, its schema up to date and the base model registered.
-
-    Where something was served before, a database that is away is waited for; a first start is refused without one.
-    """
+    """The ledger, its schema up to date. A first start is refused without a database, a later one waits for it."""
     ledger = PatientLedger.of(settings)
     try:
         ledger.transactions.open()

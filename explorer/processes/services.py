@@ -74,17 +74,12 @@ _WATCH_S = 10.0
 
 
 class Address(NamedTuple):
-    """Where an engine answers: at a URL, or on a Unix socket."""
-
     url: str | None
     socket: str | None
 
 
 class WorkerReplicas(FleetReplicas, WatchedWorkers, Protocol):
-    """The workers: they send requests to the engines, and write outbox files. The drain's thread tells them of these.
-
-    `outbox_status` and `database_away` are what it told last.
-    """
+    """The workers, as the drain's thread tells them; `outbox_status` and `database_away` are what it told last."""
 
     database_away: bool
 
@@ -104,8 +99,6 @@ class WorkerReplicas(FleetReplicas, WatchedWorkers, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlServices:
-    """All of it."""
-
     fleet: Fleet
     addresses: list[Address]
     metrics: Metrics
@@ -127,10 +120,7 @@ class ControlServices:
         self.drain.wake()
 
     async def take_of_token(self, claims: FeedbackClaims, count: int) -> bool:
-        """Count events that a browser's token brings, to any explorer; False, and none, if it allows less.
-
-        While the database is away all are let in: they wait in the outbox, under the limits of the token's key.
-        """
+        """Count events of a token; False, and none, if it allows less. All are let in while the database is away."""
         if self.audience.database_away:
             return True
         take = partial(self.ledger.explorers.take, f"token {claims.nonce}", count, most=claims.max_events)
@@ -165,7 +155,6 @@ async def open_control_services(
     on_failure: OnFailure,
     audience: WorkerReplicas,
 ) -> tuple[ControlServices, list[Task]]:
-    """The services, closed by `stack`, and what it must run; `audience` are others who send requests to the engines."""
     metrics = Metrics()
     own = Outbox(settings.outbox_dir, FILE_BYTES)  # where verdicts are brought to disk
     stack.callback(own.close)
@@ -266,7 +255,6 @@ def _open_version_log(services: ControlServices, stack: AsyncExitStack, interval
 
 
 async def _presence(settings: Settings, ledger: Ledger, fleet: Fleet, metrics: Metrics) -> None:
-    """Let the others know that this explorer runs, and which version its engines were proven to have."""
     name, address = settings.explorer_name, f"{await asyncio.to_thread(getfqdn)}:{settings.explorer.proxy_port}"
 
     async def tell() -> None:
@@ -292,7 +280,6 @@ def _open_sleep(
 async def _open_fleet(
     settings: Settings, stack: AsyncExitStack, *, audience: FleetReplicas
 ) -> tuple[Fleet, list[Address], list[Path]]:
-    """The engines, where each answers, and the sockets of those that are our own, which come first."""
     explorer = settings.explorer
     urls = explorer.rollout_model.engine_urls
     sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tuneloop-")))
@@ -319,7 +306,6 @@ async def _open_fleet(
 def _supervision(
     services: ControlServices, ledger: Ledger, own: list[Path], attestation: Attestation, sleep: EngineSleep | None
 ) -> list[Task]:
-    """What keeps the engines in use: our own on these sockets, and those of others."""
     settings, fleet = services.settings, services.fleet
     verifier, timeout_s = Verifier.of(settings), settings.explorer.rollout_model.health_timeout
     champion = partial(servable_champion, ledger, verifier)
@@ -352,6 +338,5 @@ def _supervision(
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
-    """Whether a model's head is its embeddings. What a configuration does not say is as its class has it."""
     default = str(config.get("model_type")).startswith(_TIED_UNLESS_SAID)
     return bool(config.get("tie_word_embeddings", default))

@@ -1,7 +1,4 @@
-"""Looks each second at what moves, and tells the gauges what stands still.
-
-It asks neither the database nor a disk: it must tell of both when they do not answer.
-"""
+"""Looks each second at what moves, and asks neither the database nor a disk: it must tell when they do not answer."""
 
 import asyncio
 import time
@@ -36,8 +33,6 @@ class WatchedWorkers(Protocol):
 
 
 class StopWatch:
-    """Of one explorer."""
-
     def __init__(self, fleet: Fleet, drain: Drain, metrics: Metrics, workers: WatchedWorkers) -> None:
         self._fleet, self._drain, self._metrics, self._workers = fleet, drain, metrics, workers
         self.judge_s: Callable[[], float] = lambda: 0.0

@@ -34,10 +34,7 @@ _AGAINST = frozenset({VersionAction.ROLLED_BACK, VersionAction.REJECTED})
 
 
 class VersionLog:
-    """Follows the decisions in the table `version_events`, from where the last explorer of the experiment stopped.
-
-    Of several explorers one announces each decision: the one that notes first in the ledger that it does.
-    """
+    """Follows the decisions in `version_events`; the explorer that first notes one in the ledger announces it."""
 
     def __init__(
         self,
@@ -59,7 +56,6 @@ class VersionLog:
         await every(self._interval_s, update, task="version_log", metrics=self._metrics)
 
     def update(self) -> None:
-        """Tell the decisions since the last time; what was made before the experiment's first explorer never is."""
         if self._seen is None:
             told = self._explorers.counts(_ANNOUNCED).get("", self._versions.last_event(DECISIONS))
             self._seen = int(told)
@@ -83,7 +79,6 @@ class VersionLog:
 
 
 def decision_span(event: VersionEvent, experiment: str) -> FinishedSpan:
-    """A decision as a span, which links to the one in which the version was published."""
     at, reason = int(event.at * 1_000_000_000), event.reason or ""
     return FinishedSpan(
         name=f"version {event.action.value}",

@@ -80,7 +80,6 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Let a signal begin the shutdown."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
@@ -88,8 +87,6 @@ class _Server(uvicorn.Server):
 
 
 class Worker:
-    """One process of those that answer requests."""
-
     def __init__(self, number: int, listening: socket.socket) -> None:
         self._number = number
         self._listening = listening
@@ -99,7 +96,6 @@ class Worker:
         self._link: WorkerLink
 
     async def run(self, end: socket.socket) -> int:
-        """Serve until told to stop; the exit code."""
         self._channel = await Channel.over(end, lambda question: self._link.answer(question))
         channel_task = asyncio.create_task(self._run_channel())
         beginning: StartInfo = await self._channel.ask(GetStartInfo(), StartInfo)
@@ -188,10 +184,7 @@ _SHARE_S = 0.25
 
 
 class WorkerLink:
-    """Opens a worker's services, and answers what the control process asks of them.
-
-    `outbox` is where it writes, `workers` how many there are.
-    """
+    """Opens a worker's services, and answers what the control process asks of them."""
 
     def __init__(
         self,
@@ -248,7 +241,6 @@ class WorkerLink:
         return services, tasks
 
     async def answer(self, question: ChannelMessage) -> object:
-        """What the control process asks; none of it before it has been told what is written to."""
         match question:
             case UpdateEngine(engine):
                 await self._fleet.apply([engine])
@@ -285,7 +277,6 @@ class WorkerLink:
             await self._channel.ask(ReportMetrics(process_samples(self._metrics.registry)))
 
     async def _share_usage(self) -> None:
-        """Hear what the keys have taken of other workers."""
         with suppress(ChannelLost):
             usage = self._gate.usage()
             if usage:

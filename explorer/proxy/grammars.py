@@ -1,8 +1,4 @@
-"""Asks an engine which grammar it holds replies to, so that the trainer can rebuild it.
-
-vLLM makes the grammar of a request's tools, formats and constraints, in its tool parser's own way; its renderer tells
-which. It does not depend on the messages, so it is asked once for all requests of an agent.
-"""
+"""Asks an engine's renderer which grammar it holds replies to, so that the trainer can rebuild it."""
 
 import asyncio
 import contextlib
@@ -41,10 +37,7 @@ _TIMEOUT_S = 5.0
 
 
 async def give_first_grammar(control: EngineControl) -> None:
-    """Have an engine enforce grammars by xgrammar, as the trainer rebuilds them, if it does.
-
-    The first grammar that an engine is given decides which library enforces all later ones.
-    """
+    """Have an engine enforce grammars by xgrammar, as the trainer does: its first one decides about all."""
     if control.rebuilds_grammars:
         with contextlib.suppress(EngineError):  # that engine enforces none
             body = {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a"}}
@@ -62,7 +55,6 @@ class Grammars:
         self._reasons: set[str] = set()
 
     async def resolve(self, engine: Engine, request: Request) -> Sampling:
-        """How the reply was sampled; what was held to a known grammar is a sample of the policy under that."""
         sampling = request.sampling
         if not (self._asks and sampling.by_grammar and sampling.drop_reason is None):
             return sampling
@@ -115,7 +107,6 @@ async def _render(engine: Engine, path: str, body: bytes) -> Grammar | None:
 
 
 def _grammar(rendered: Mapping[str, Any]) -> Grammar | None:
-    """What vLLM makes a grammar of, as its `get_structured_output_key` reads it."""
     params = rendered["sampling_params"]
     constraints = params.get("structured_outputs") or {}
     kinds = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")

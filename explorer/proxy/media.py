@@ -1,8 +1,4 @@
-"""Which images, sounds and films a request may name: an engine would fetch whatever URL a client writes.
-
-A part of a message names a file by its URL, as a string or in an object with the field `url`; by its `uuid` it names
-what the engine is to keep of the file, or has kept.
-"""
+"""Which images, sounds and films a request may name: an engine would fetch whatever URL a client writes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,10 +22,7 @@ def refuse_remote_files(body: Mapping[str, Any]) -> None:
 
 
 def with_own_uuids(body: dict[str, Any], tenant: str) -> dict[str, Any]:
-    """A copy of a request with each `uuid` as its tenant's; the request itself, where it has none.
-
-    An engine takes what it has kept under a uuid for the file, whoever sent it.
-    """
+    """A copy with each `uuid` as its tenant's: an engine takes what it has under a uuid, whoever sent it."""
     if all(part.get(_UUID) is None for param in _HOLDERS for part in _parts(body.get(param))):
         return body
 

@@ -1,8 +1,4 @@
-"""Answers requests for replies: the client's request to an engine, the engine's reply to the client and to the outbox.
-
-This is the hot path. Requests are parsed by `explorer/proxy/request.py`, and translated by
-`explorer/dialects/dialect.py`.
-"""
+"""The hot path: answers requests for replies, by an engine, to the client and to the outbox."""
 
 import asyncio
 import contextlib
@@ -56,16 +52,12 @@ _EVENTS: Headers = [
 
 
 class RequestOutcome:
-    """The outcome of a request, for the metrics: the version that answered, and the one that was `asked` last."""
-
     status = 500
     version: int | None = None
     asked: int
 
 
 class ReplyInFlight:
-    """A reply that an engine is sampling, and the versions that may have sampled it."""
-
     def __init__(self, request: Request, engine: Engine, explorer: str) -> None:
         self.explorer = explorer
         self.request = request
@@ -79,7 +71,6 @@ class ReplyInFlight:
         return [*self.request.headers(self.version, kind), *attested]
 
     def exchange(self, sampling: Sampling) -> Exchange:
-        """The exchange to record: the request, and the reply as far as it has arrived, sampled so."""
         request, mixed = self.request, self.engine.loads != self._loads
         return Exchange(
             msg_id=request.msg_id,
@@ -108,12 +99,7 @@ class ReplyInFlight:
 
 
 class RequestFailures:
-    """Whose fault it is that a request failed: the version's that was asked, or the request's own.
-
-    A version fails where another engine answers the same request. What fails there too is the request's own fault.
-    Where none could be asked nobody knows; then a key's word counts once for each version, or a single client could
-    have any version rolled back.
-    """
+    """Whose fault a failure is: the version's, where another engine answers; else the request's, or nobody knows."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -128,14 +114,12 @@ class RequestFailures:
         self._metrics.count_reply(version, "unclear" if known else "failed")
 
     def last(self, version: int, identity: str, *, at_fault: bool) -> None:
-        """The engine that was asked last answered with an error, for which it may be at fault or not."""
         if at_fault:
             self.alone(version, identity)
         else:
             self._metrics.count_reply(version, "refused")
 
     def at_end(self, in_flight: ReplyInFlight) -> None:
-        """Count a reply that has ended, as the engine itself says."""
         request, version = in_flight.request, in_flight.version
         if request.writer.transcript.broken:
             self.alone(version, request.caller.identity)
@@ -337,7 +321,6 @@ class Proxy:
             raise
 
     async def _record_partial(self, in_flight: ReplyInFlight) -> None:
-        """Record what arrived before the client disconnected or the engine broke off."""
         if in_flight.recorded:
             return
         transcript = in_flight.request.writer.transcript
@@ -383,7 +366,6 @@ async def _ask(engine: Engine, request: Request) -> EngineReply:
 
 
 async def _first_reply(fleet: Fleet, engine: Engine, request: Request) -> EngineReply | Engine:
-    """An engine's reply, or the engine to ask instead."""
     try:
         reply = await _ask(engine, request)
     except EngineUnreachable:
@@ -401,7 +383,6 @@ async def _first_reply(fleet: Fleet, engine: Engine, request: Request) -> Engine
 
 
 def _convert(convert: Callable[[bytes], bytes], content: bytes) -> bytes:
-    """What the client gets for a whole reply, or for a block of a stream."""
     try:
         return convert(content)
     except _UNREADABLE_REPLY as error:
@@ -409,7 +390,6 @@ def _convert(convert: Callable[[bytes], bytes], content: bytes) -> bytes:
 
 
 async def _error_body(in_flight: ReplyInFlight, reply: EngineReply) -> bytes:
-    """The engine's error for a request that it refuses, in the client's envelope."""
     request, body = in_flight.request, await reply.read()
     if reply.status < _ENGINE_FAULT and any(name.encode() in body for name in request.added_fields):
         body = await _error_of_plain_request(in_flight.engine, request, reply.status) or body
@@ -428,10 +408,7 @@ async def _error_body(in_flight: ReplyInFlight, reply: EngineReply) -> bytes:
 
 
 async def _error_of_plain_request(engine: Engine, request: Request, status: int) -> bytes | None:
-    """The engine's error for the request without our added fields; None if it accepts that, or does not answer soon.
-
-    Some versions of vLLM quote the request in an error, and the client would read fields there that it never sent.
-    """
+    """The error for the request without our fields, which some versions of vLLM quote; None if there is none soon."""
     with contextlib.suppress(EngineError, TimeoutError):
         async with asyncio.timeout(_PLAIN_TIMEOUT_S):
             reply = await engine.http.request(

@@ -138,10 +138,7 @@ _LOWEST = 0.01
 
 
 class Labels(NamedTuple):
-    """The labels of a request; `train` False keeps its reply out of training.
-
-    `ignored` names the keys that would be labels, if their values could be.
-    """
+    """The labels of a request; `train` False keeps its reply out of training. `ignored` are keys of other values."""
 
     task_id: str | None
     run_id: str | None
@@ -195,7 +192,6 @@ class Request(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The user, task or reply that decides the version: the same key gets the same version."""
         return f"{self.caller.tenant}:{self.labels.user or self.labels.task_id or self.msg_id}"
 
     @property
@@ -205,7 +201,6 @@ class Request(NamedTuple):
 
     @property
     def captured_by(self) -> str:
-        """Who makes the log-probabilities of its reply."""
         return "engine" if self.writer.transcript.captured else "trainer"
 
     def engine_headers(self) -> Mapping[str, str]:
@@ -220,7 +215,6 @@ class Request(NamedTuple):
         return headers
 
     def headers(self, version: int | None, kind: Headers) -> Headers:
-        """The headers of the response to the client; `kind` are those of its content."""
         request_id = self.request_id.encode("latin-1", "replace")
         headers = [*kind, (b"x-request-id", request_id)]
         if version is not None:
@@ -373,7 +367,6 @@ class RequestParser:
         *,
         truncated: bool,
     ) -> "_ForEngine":
-        """The body for the engine, of one that the client `sent`, and what it has more and less than that."""
         unwanted = self._unsafe_fields if caller.sees_all else (*self._unsafe_fields, *_OPERATORS_FIELDS)
         ignored = tuple(name for name in unwanted if upstream.get(name) is not None)
         # The salt of a key's tenant, with the client's own, if it has one that the engine can take.
@@ -392,7 +385,6 @@ class RequestParser:
         return _ForEngine(encode(added), partial(encode, {}), tuple(added), ignored, captured=captured)
 
     def _added_fields(self, dialect: Dialect, upstream: Mapping[str, Any], *, captured: bool) -> dict[str, object]:
-        """The fields that the engine gets beside the client's: its log-probabilities are `captured` or not."""
         added = {name: value for name, value in self._defaults.items() if name not in upstream}
         for name, value in dialect.capture_fields(upstream).items():
             asked = upstream.get(name)
@@ -432,10 +424,7 @@ def _encode_upstream(
 
 
 def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: bool = True) -> Labels:
-    """The labels of a request's body, and of the run that its path binds it to, which wins.
-
-    `train` holds where neither says anything of it. Raises RequestRefused for invalid labels that can only be ours.
-    """
+    """The labels of a body, and of the run of its path, which wins; else `train` holds. Raises RequestRefused."""
     labels, consent = _labels_in(body)
     if run is None:
         return labels._replace(train=train if consent is None else consent)
@@ -489,10 +478,7 @@ class _LabelReader:
         self.ignored: list[str] = []
 
     def consent(self) -> bool | None:
-        """Whether to train on the reply, which is refused under either name, however written; None if it is not said.
-
-        Raises RequestRefused for what is neither true nor false, null too: nobody knows what was meant by it.
-        """
+        """Whether to train on the reply; None if it is not said. Raises RequestRefused for any other value."""
         names = [name for name in self._metadata if name.strip().lower() in _CONSENT]
         said = [coerce_bool(self._metadata[name], f"metadata.{name}") for name in names]
         return all(said) if said else None
@@ -527,10 +513,7 @@ def _person(value: object, param: str) -> str:
 
 
 def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds_tools: bool = False) -> Sampling:
-    """Read the sampling parameters of a request body. Raises RequestRefused for a temperature that is none.
-
-    `holds_tools`: the engines may hold tool calls to a grammar of their own accord.
-    """
+    """Read the sampling parameters. `holds_tools`: engines may hold calls to a grammar. Raises RequestRefused."""
     asked = request.get("temperature")  # a number may come as a string
     temperature = default_temperature if asked is None else coerce_float(asked, "temperature")
     if not 0 <= temperature < math.inf:
@@ -560,7 +543,6 @@ def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds
 
 
 def _why_held(request: Mapping[str, Any], holds_tools: bool) -> str | None:
-    """Why the engine holds the reply to a grammar."""
     if request.get("structured_outputs") is not None:
         return "sampling:structured_outputs"
     if request.get("response_format") not in (None, {"type": "text"}):

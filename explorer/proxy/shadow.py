@@ -1,7 +1,4 @@
-"""Shadow traffic: sends copies of requests to a candidate version, whose replies reach no client and no outbox.
-
-Users come first: beyond a few shadow requests at once, the rest are dropped.
-"""
+"""Sends a few copies of requests to a candidate version, whose replies reach no client and no outbox."""
 
 import asyncio
 import re
@@ -29,8 +26,6 @@ _DATA = b"data: "
 
 
 class Shadow:
-    """The shadow requests in flight, each of which keeps its engine busy."""
-
     def __init__(
         self,
         fleet: Fleet,
@@ -50,7 +45,6 @@ class Shadow:
         self._queue: asyncio.Queue[tuple[Engine, Request]] = asyncio.Queue()
 
     def offer(self, request: Request) -> None:
-        """Send a copy of a request, if the split says so."""
         split = self._fleet.split
         if split is None or not split.shadow_share or request.dialect.upstream_path not in {CHAT, TEXT}:
             return
@@ -97,7 +91,6 @@ class Shadow:
             await self._report(result)
 
     async def _is_answered_elsewhere(self, engine: Engine, request: Request) -> bool:
-        """Whether another engine answers a request at which the shadow's has failed."""
         other = self._fleet.acquire_another(engine)
         if other is None:
             return False

@@ -36,7 +36,6 @@ _CLAUDE_USER = re.compile(r"(user_[0-9a-f]+)_account_.*_session_.+")
 
 
 def is_side_request(body: Mapping[str, Any], chat: Mapping[str, Any], user_agent: str) -> bool:
-    """Whether a client's body, which is this `chat` for the engine, is no part of its conversation."""
     told = body.get("client_metadata")
     if isinstance(told, dict) and isinstance(written := told.get(_CODEX), str):
         try:

@@ -209,10 +209,7 @@ def tenant_of(caller: Caller) -> str | None:
 
 
 def _within(grant: KeyGrant, caller: Caller, theirs: list[AccessKey]) -> KeyGrant:
-    """The grant within what the key of its maker allows, who administers the tenant of which `theirs` are all keys.
-
-    Raises RequestRefused where it would allow more.
-    """
+    """The grant within what the key of its maker allows; `theirs` are all keys of the tenant. Raises RequestRefused."""
     if grant.tenant != caller.tenant or Scope.METRICS in grant.scopes:
         raise operator_only(
             "the administrator of a tenant makes keys of that tenant alone, none with the scope metrics"
@@ -230,7 +227,6 @@ def _within(grant: KeyGrant, caller: Caller, theirs: list[AccessKey]) -> KeyGran
 
 
 def _cap(name: str, asked: _Number | None, most: _Number | None) -> _Number | None:
-    """What is asked for, or all there is."""
     if asked is not None and most is not None and asked > most:
         raise operator_only(f"{name}: {asked:g} is more than the key that makes it allows, {most:g}")
     return most if asked is None else asked
@@ -264,7 +260,6 @@ def _own(ledger: Ledger, caller: Caller, name: str, tenant: str | None) -> Polic
 
 
 def parse_version(version: str, ledger: Ledger) -> int:
-    """The number of an existing version. Raises RequestRefused."""
     number = _parse_number(version)
     if number is None or ledger.versions.get(number) is None:
         message = f"there is no version {version[:_DIGITS]}"
@@ -273,7 +268,6 @@ def parse_version(version: str, ledger: Ledger) -> int:
 
 
 def parse_decision(body: dict[str, Any]) -> DecisionRequest:
-    """The author and the reason of a decision. Raises RequestRefused for an invalid body."""
     if unknown := sorted(body.keys() - _FIELDS):
         raise RequestRefused(f"unknown field {unknown[0]!r}", code="unknown_parameter", param=unknown[0])
     reason, expect = (optional_text(body, "reason") or "").strip(), body.get("expect")
@@ -290,7 +284,6 @@ def parse_decision(body: dict[str, Any]) -> DecisionRequest:
 
 
 def _parse_number_param(query: QueryParams, param: str, default: int | None = None) -> int:
-    """A number in the query. Raises RequestRefused if it is missing or not a number."""
     found = default if param not in query else _parse_number(query[param])
     if found is None:
         raise wrong_type(param, "a number")

@@ -268,7 +268,6 @@ _KEY = "key"
 
 
 def describe_api() -> dict[str, Any]:
-    """The whole description, as GET /openapi.json answers it."""
     paths = dict[str, dict[str, Any]]()
     refusal = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for group, operations in OPERATIONS.items():

@@ -1,7 +1,4 @@
-"""OpenAI's files and uploads: what fine-tuning jobs learn from, each file of one tenant alone.
-
-What they hold is streamed, bounded and synced on its way to the disk, and swept when nothing needs it any more.
-"""
+"""OpenAI's files and uploads, each of one tenant: streamed and synced to the disk, and swept at last."""
 
 import asyncio
 import errno
@@ -81,8 +78,6 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
 
 class FileRoutes:
-    """The routes. They raise RequestRefused."""
-
     def __init__(self, folder: Path, files: Files) -> None:
         self._folder, self._files = folder, files
 
@@ -282,22 +277,18 @@ def _no_such(kind: str, found_by: str) -> NoReturn:
 
 
 def _file(file: StoredFile) -> dict[str, Any]:
-    """OpenAI's file object."""
     times = {name: None if (at := getattr(file, name)) is None else int(at) for name in ("created_at", "expires_at")}
     said = {name: getattr(file, name) for name in ("id", "bytes", "filename", "purpose")}
     return {"object": "file", **said, **times, "status": "processed", "status_details": None}
 
 
 def _upload(upload: Upload, file: StoredFile | None = None) -> dict[str, Any]:
-    """OpenAI's upload object."""
     said = {name: getattr(upload, name) for name in ("id", "bytes", "filename", "purpose", "status")}
     times = {"created_at": int(upload.created_at), "expires_at": int(upload.expires_at)}
     return {"object": "upload", **said, **times, "file": file and _file(file)}
 
 
 class ReceivedForm(NamedTuple):
-    """A form whose file is on the disk: its other fields, and what the file is called and has."""
-
     fields: dict[str, str]
     filename: str
     size: int
@@ -352,7 +343,6 @@ class _Form:
 
 
 def too_large(most: int) -> RequestRefused:
-    """The refusal of a file that has more bytes than it may."""
     return RequestRefused(
         f"the file is too large: it may have {most} bytes ({most >> 20} MB)",
         status=413,
@@ -363,10 +353,7 @@ def too_large(most: int) -> RequestRefused:
 
 @contextmanager
 def new_file(path: Path, size: int) -> Iterator[BinaryIO]:
-    """A file to write about so many bytes into; none is left if the block fails, which also adds its row after `sync`.
-
-    Raises RequestRefused for a full disk, StorageFull for another error of it.
-    """
+    """A file to write about `size` bytes into; none is left if the block fails. Raises RequestRefused, StorageFull."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(path.parent).free - size < RESERVED_BYTES:
@@ -400,7 +387,6 @@ async def sync(file: BinaryIO, path: Path) -> None:
 
 
 async def receive_form(request: Request, file: BinaryIO, *, field: str, most: int) -> ReceivedForm:
-    """Write the file of a multipart body while it comes, at most so many bytes. Raises RequestRefused, OSError."""
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise RequestRefused(f"send multipart/form-data with the field {field}", code="invalid_content_type")
@@ -458,7 +444,6 @@ async def sweep_files(settings: Settings, ledger: Ledger, metrics: Metrics) -> N
 
 
 def sweep(folder: Path, ledger: Ledger) -> list[str]:
-    """Remove the bytes that no row needs, and those that no row has named for a while; their names."""
     with suppress(OSError):
         found = [each for each in folder.iterdir() if each.is_file()]
         known, removed, before = ledger.files.find_needed([each.name for each in found]), [], time.time() - UNNAMED_S

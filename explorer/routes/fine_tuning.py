@@ -220,7 +220,6 @@ def add_graders(app: FastAPI, *, timeout_s: float) -> None:
 
 
 async def _find(query: Callable[[], _T], param: str) -> _T:
-    """The result of a query. Raises RequestRefused where there is no such job, or it is another tenant's."""
     try:
         return await asyncio.to_thread(query)
     except JobRefused as error:
@@ -290,7 +289,6 @@ def _finish_of(ledger: Ledger, job: Job) -> float | None:
 
 
 def describe_checkpoint(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
-    """A checkpoint as OpenAI answers it."""
     told: Mapping[str, Any] = {"step": checkpoint.step} | checkpoint.metrics
     return {
         "object": "fine_tuning.job.checkpoint",
@@ -304,7 +302,6 @@ def describe_checkpoint(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _page(data: Sequence[dict[str, Any]], limit: int) -> Response:
-    """A page of a list that was read one further than its limit."""
     shown = data[:limit]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
     return _json({"object": "list", "data": shown, "has_more": len(data) > limit} | ends)

@@ -43,7 +43,6 @@ def _fleet(request: Request) -> Fleet:
 
 
 async def _policies(request: Request, fleet: Fleet) -> list[PolicyView]:
-    """The policies that the caller's key may use."""
     tenant, known = caller_of(request.scope).tenant, fleet.policies
     for each in [] if known is None else known.of_tenant(tenant):
         if each.job is not None and each.job.state not in _OVER:  # or it is by now
@@ -78,7 +77,6 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
         raise RequestRefused(message, status=404, code="model_not_found", param="model")
 
     async def list_models(fleet: Fleet, policies: Sequence[PolicyView]) -> list[dict[str, Any]]:
-        """An engine's models, and behind the served one its other names, the policies, and versions of each."""
         found: list[dict[str, Any]] = []
         pinned = {pins.model_name: fleet.served_versions}
         pinned |= {each.name: sorted(each.versions) for each in policies if each.job is None}
@@ -132,7 +130,6 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
 
 
 def remembered_context_length(fleet: Fleet) -> Callable[[], Awaitable[int | None]]:
-    """A function that tells `context_length`, and asks for it until an engine has answered."""
     found: int | None = None
 
     async def find() -> int | None:
@@ -168,8 +165,7 @@ async def _models(fleet: Fleet) -> list[dict[str, Any]]:
 async def ask_engine(
     fleet: Fleet, method: str, path: str, body: bytes = b"", pin: VersionPin | None = None
 ) -> Response:
-    """The answer of an engine, one of the pinned version if there is a pin. Raises RequestRefused unless it is JSON
-    of the engine's API."""
+    """An engine's answer, one of the pinned version. Raises RequestRefused unless it is JSON of the engine's API."""
     engine = await fleet.acquire(pin)
     try:
         async with asyncio.timeout(_TIMEOUT_S):

@@ -1,7 +1,4 @@
-"""OpenAI's stored completions and responses, from the ledger.
-
-A tenant lists, reads, relabels and deletes its exchanges of the chat route, and reads its responses by their ids.
-"""
+"""OpenAI's stored completions and responses: a tenant lists, reads, relabels and deletes its exchanges."""
 
 import asyncio
 import re
@@ -82,7 +79,6 @@ class CompletionReader:
             raise LedgerUnavailable("the database is unavailable; acknowledged data is safe on disk: try again later")
 
     async def find(self, msg_id: str, query: Callable[[], _T | None], refusal: RequestRefused | None = None) -> _T:
-        """The result of `query`. Raises RequestRefused if there is none."""
         found = await asyncio.to_thread(query)
         if found is None:
             await self.require_flushed()
@@ -185,7 +181,6 @@ def add_responses(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
 
 def parse_page_query(query: QueryParams) -> PageQuery:
-    """The page that a query asks for. Raises RequestRefused for invalid parameters."""
     limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "asc")
     if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LIMIT):
         raise RequestRefused(f"limit must be an integer from 1 to {MAX_LIMIT}", code="out_of_range", param="limit")
@@ -201,7 +196,6 @@ def wanted_tags(
     query: QueryParams,
     as_stored: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda pairs: pairs,
 ) -> set[bytes]:
-    """The tags that a query filters by, of pairs `as_stored`."""
     tags = {tag_of_model(tenant, model) for model in query.getlist("model")}
     pairs = []
     for name, value in query.multi_items():
@@ -216,7 +210,6 @@ def wanted_tags(
 
 
 def parse_metadata(body: dict[str, Any]) -> dict[str, str]:
-    """The metadata of a body; null is empty. Raises RequestRefused for what OpenAI would refuse."""
     if "metadata" not in body:
         raise RequestRefused("metadata is missing", code="missing_required_parameter", param="metadata")
     pairs = body["metadata"]

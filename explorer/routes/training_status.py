@@ -1,7 +1,4 @@
-"""For programs: what the training does now, what a run has asked, and the metrics, for Prometheus or as JSON.
-
-Clients of Trinity-RFT, whose metrics are JSON, have a prefix of their own.
-"""
+"""For programs: what the training does now, what a run has asked, and the metrics, for Prometheus or as JSON."""
 
 import asyncio
 from collections.abc import Iterable
@@ -94,7 +91,6 @@ def add_metrics(app: FastAPI) -> None:
 
 
 def samples_by_name(families: Iterable[Metric]) -> dict[str, float]:
-    """Every sample, under its name and its labels as Prometheus writes them."""
     samples = [sample for family in families for sample in family.samples]
     found = {}
     for sample in samples:
@@ -104,7 +100,6 @@ def samples_by_name(families: Iterable[Metric]) -> dict[str, float]:
 
 
 def trinity_figures(families: Iterable[Metric], engines: Iterable[Engine]) -> dict[str, float]:
-    """The figures that Trinity has, under its names. Requests are counted for all engines together."""
     sums: dict[str, float] = {}
     rewarded = 0.0
     for sample in (sample for family in families for sample in family.samples):
@@ -130,10 +125,7 @@ def _status(
     tenant: str | None,
     stops: tuple[Standstill, ...],
 ) -> dict[str, object]:
-    """Of a policy, whose `settings` these are, by default of all that names none.
-
-    With a `tenant`, nothing that tells of others' rows: counts are its own, and sentences are left out.
-    """
+    """Of a policy, whose `settings` these are. With a `tenant`, counts are its own, and sentences are left out."""
     rules, now, batches = Rules.of(settings, policy.id), steady_clock(), BatchRules.of(settings, policy.id)
     facts = ledger.reports.facts(batches, batch=rules.least)
     reasons = diagnose(Facts(now=now, rules=rules, outbox=outbox, ledger=facts, stops=stops))
@@ -172,10 +164,7 @@ def _status(
 
 
 def is_settled(facts: LedgerFacts, rules: Rules, served: list[int], *, looked_at: bool) -> bool:
-    """Whether no step comes of what is committed, and all engines serve the newest version that may be served.
-
-    `looked_at`: the trainer has had the time to see the newest commit.
-    """
+    """Whether no step comes of what is committed, if it was `looked_at`, and all serve the newest version."""
     weights = facts.weights
     if weights is not None and min(served, default=0) < weights.servable:
         return False

@@ -11,8 +11,6 @@ _SAID = frozenset({"messages", "prompt", "input", "system", "instructions", "too
 
 
 class MessageView(NamedTuple):
-    """A message of a request; `more` is what it has beside text, as JSON."""
-
     role: str
     text: str
     more: str
@@ -38,7 +36,6 @@ def read_request(request: bytes) -> RequestView:
 
 
 def last_words(request: bytes, most: int) -> str:
-    """The first `most` characters of what was said last, for a list."""
     body = _decode(request)
     if not isinstance(body, dict):
         return request.decode(errors="replace")[:most]
@@ -51,7 +48,6 @@ def pretty(value: object) -> str:
 
 
 def compact(value: object) -> str:
-    """JSON on one line, or the text itself."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

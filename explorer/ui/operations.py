@@ -75,8 +75,6 @@ def add_operations(router: APIRouter, site: Site, counts: LedgerCounts) -> None:
 
 
 class CurveReader:
-    """The curves of one run, by their names."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
@@ -84,7 +82,6 @@ class CurveReader:
         self._curves: dict[str, dict[int, float]] = {}
 
     def read(self) -> dict[str, Curve]:
-        """The curves as they are now: by name, points by step. Empty while there is no run."""
         with self._lock:
             try:
                 files = sorted(self._folder.glob("events.out.tfevents.*"), key=lambda file: file.stat().st_mtime_ns)

@@ -37,11 +37,7 @@ class RewardPoint(NamedTuple):
 
 
 class LedgerCounts:
-    """The ledger's counts, made once for all who ask: what they cost grows with the ledger.
-
-    `outbox` tells what the ledger does not have yet. Counts are at least so many seconds old before they are made anew,
-    and so many times as old as it takes to make them.
-    """
+    """The ledger's counts, made once for all who ask, and the rarer the longer they take."""
 
     def __init__(self, settings: Settings, ledger: Ledger, outbox: Callable[[], OutboxStatus]) -> None:
         self._settings, self._ledger, self._outbox = settings, ledger, outbox
@@ -64,7 +60,6 @@ class LedgerCounts:
 
 
 def describe_waiting(facts: Facts) -> dict[str, Any]:
-    """What waits where, and why no step is happening."""
     ledger = facts.ledger or LedgerFacts(states={})
     return {
         "waits": [ledger.count(state)._asdict() | {"state": state, "what": what} for state, what in WAITS_FOR.items()],
@@ -76,7 +71,6 @@ def describe_waiting(facts: Facts) -> dict[str, Any]:
 
 
 def build_overview(ledger: Ledger) -> dict[str, Any]:
-    """What the page shows of the versions."""
     versions = ledger.versions.all()
     champion = next((each for each in versions if each.state is VersionState.CHAMPION), None)
     tried = next((each for each in versions if each.state is VersionState.CANARY), None)
@@ -123,7 +117,6 @@ def build_overview(ledger: Ledger) -> dict[str, Any]:
 
 
 def reward_points(ledger: Ledger, versions: list[Version], *, shown: int = SHOWN) -> list[RewardPoint]:
-    """The rewards of the newest versions that have some, oldest first."""
     points = []
     for version in reversed(versions):
         found = newest_rewards(ledger, version.version)
@@ -136,13 +129,11 @@ def reward_points(ledger: Ledger, versions: list[Version], *, shown: int = SHOWN
 
 
 def chart_of(points: list[RewardPoint]) -> dict[str, Any]:
-    """The points as the page's script draws them."""
     data = [[getattr(each, name) for each in points] for name in ("version", "low", "high", "mean")]
     return {"kind": "interval", "x": "version", "y": "reward", "data": data}
 
 
 def compare_versions_by_reward(ledger: Ledger, version: int, before: int) -> "RewardVerdict":
-    """Whether a version earns more than an earlier one, by the newest replies of both."""
     return compare_rewards(version, newest_rewards(ledger, version), before, newest_rewards(ledger, before))
 
 

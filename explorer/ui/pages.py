@@ -124,7 +124,6 @@ def add_exchanges(router: APIRouter, site: Site) -> None:
 async def show_exchange(
     request: Request, site: Site, msg_id: str, *, status: int = 200, outcome: str = "", wrong: str = ""
 ) -> Response:
-    """The page of one exchange. Raises RequestRefused if there is none."""
     tenant = site.tenant_of(request)
 
     def read() -> dict[str, Any]:
@@ -146,7 +145,6 @@ def _no_exchange(msg_id: str) -> RequestRefused:
 
 
 def parse_filter(query: Mapping[str, str]) -> ReplyFilter:
-    """What a query asks for. Raises RequestRefused with the field that is wrong."""
     given = {name: value.strip() for name, value in query.items() if name in FIELDS and value.strip()}
     if unknown := sorted(query.keys() - {*FIELDS, "after"}):
         raise _refusal(unknown[0], f"there is no filter {unknown[0][:40]!r}; there are {', '.join(FIELDS)}")
@@ -162,13 +160,11 @@ def parse_filter(query: Mapping[str, str]) -> ReplyFilter:
 
 
 def with_stored_names(wanted: ReplyFilter, as_stored: Callable[[str], str]) -> ReplyFilter:
-    """The filter by the names that tasks, runs and people have in the database."""
     task_id, run_id, user = (name and as_stored(name) for name in (wanted.task_id, wanted.run_id, wanted.user))
     return wanted._replace(task_id=task_id, run_id=run_id, user=user)
 
 
 def parse_cursor(query: Mapping[str, str]) -> ReplyCursor | None:
-    """Where the page begins. Raises RequestRefused."""
     after = query.get("after", "")
     if not after:
         return None
@@ -183,7 +179,6 @@ def parse_cursor(query: Mapping[str, str]) -> ReplyCursor | None:
 
 
 def link(query: Mapping[str, str], after: ReplyCursor | None = None) -> str:
-    """The query of a page with the same filters."""
     kept = {name: query[name] for name in FIELDS if query.get(name, "").strip()}
     if after is not None:
         kept["after"] = f"{after.sampled_at!r}_{after.id}"
@@ -259,7 +254,6 @@ class TokenList(NamedTuple):
 
 
 async def list_tokens(fleet: Fleet, model: str, view: TokenView) -> TokenList:
-    """The tokens of a reply as they are written. Without an engine that can tell, their ids."""
     names = await _names(fleet, model, view)
     tokens = [
         Token(names[place] if place < len(names) else f"[{number}]", number, logprob)

@@ -76,10 +76,7 @@ def add_rating(router: APIRouter, site: Site) -> None:
 
 
 def parse_rating(msg_id: str, form: Mapping[str, str]) -> dict[str, Any]:
-    """The body of /feedback for what a form says of one choice.
-
-    Raises RequestRefused for an empty form, and for a thumb beside a reward.
-    """
+    """The body of /feedback for a form about one choice. Raises RequestRefused."""
     choice, thumb, reward = form.get("choice", ""), form.get("thumb", ""), form.get("reward", "").strip()
     body: dict[str, Any] = {"msg_ids": [f"{msg_id}:{choice}" if choice else msg_id], "source": SOURCE}
     if thumb and reward:

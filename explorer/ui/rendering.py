@@ -55,7 +55,6 @@ def _name(found: re.Match[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text for a field in which it is edited: without what nobody sees."""
     return _HIDDEN.sub("", text)
 
 
@@ -93,8 +92,6 @@ def shade(logprob: float) -> int:
 
 
 class Renderer:
-    """The templates; `site` is what all pages know."""
-
     def __init__(self, **site: object) -> None:
         self._environment = jinja2.Environment(
             loader=jinja2.FileSystemLoader(FOLDER / "templates"),

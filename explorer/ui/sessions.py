@@ -1,8 +1,4 @@
-"""Who may use the page: holders of a key with the scope `admin`, or, where no keys are, people at this very machine.
-
-A session is a cookie that is signed with the key that signs reply ids, so that any worker takes what another gave. A
-page of another site can neither send it (SameSite) nor know the token that every form must bring.
-"""
+"""Who may use the page: by a signed cookie, holders of an admin key, or without keys people at this machine."""
 
 import base64
 import fcntl
@@ -53,10 +49,7 @@ class LoginNeeded(RequestRefused):
 
 
 class BrowserSession(NamedTuple):
-    """One browser's session; `expires_at` is in seconds since 1970.
-
-    `key_mark` tells with which key it was begun, and nothing of the key; it is empty for people at this machine.
-    """
+    """One browser's session; `key_mark` tells with which key it was begun, empty for people at this machine."""
 
     nonce: str
     expires_at: int
@@ -64,8 +57,6 @@ class BrowserSession(NamedTuple):
 
 
 class EndedSessions:
-    """The sessions that somebody has logged out of, in a file that all workers read."""
-
     def __init__(self, path: Path) -> None:
         self._path = path
 
@@ -90,8 +81,6 @@ class EndedSessions:
 
 
 class SessionGuard:
-    """Gives sessions, and recognises them."""
-
     def __init__(self, gate: Gatekeeper, secret: bytes, ended: EndedSessions) -> None:
         self._gate = gate
         self._ended = ended
@@ -99,7 +88,6 @@ class SessionGuard:
 
     @property
     def needs_key(self) -> bool:
-        """Whether a session is given for a key only."""
         return self._gate.needs_admin_key
 
     def admit(self, request: Request) -> BrowserSession:
@@ -129,7 +117,6 @@ class SessionGuard:
         return self._begin(self._mark(digest)) if digest in self._gate.administrators() else None
 
     def log_out(self, session: BrowserSession) -> None:
-        """End a session everywhere. Raises RequestRefused."""
         try:
             self._ended.add(session)
         except OSError:
@@ -159,18 +146,15 @@ class SessionGuard:
         return self._sign("key", digest.hex())[:22]
 
     def token_of(self, session: BrowserSession) -> str:
-        """What every form of this session must bring."""
         return self._sign("form", *map(str, session))
 
     def check_form(self, request: Request, session: BrowserSession, form: Mapping[str, str]) -> None:
-        """Raise RequestRefused unless a page of ours, of this session, has sent the form."""
         require_same_origin(request)
         if not hmac.compare_digest(form.get(TOKEN_FIELD, "").encode(), self.token_of(session).encode()):
             message = "the form is not of this session, or too old: reload the page and send it again"
             raise RequestRefused(message, status=403, code="wrong_token")
 
     def keep(self, response: Response, session: BrowserSession, *, secure: bool) -> None:
-        """Put the session onto its browser."""
         value = f"{'.'.join(map(str, session))}.{self._sign('session', *map(str, session))}"
         response.set_cookie(
             COOKIE, value, max_age=SESSION_S, path=PATH, httponly=True, samesite="strict", secure=secure
@@ -195,7 +179,6 @@ def _line_of(session: BrowserSession) -> bytes:
 
 
 def require_same_origin(request: Request) -> None:
-    """Raise RequestRefused if the browser says that another site's page has sent this."""
     origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "same-origin")
     try:
         same = origin is None or urlsplit(origin).netloc == request.headers.get("host")

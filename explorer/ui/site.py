@@ -46,8 +46,6 @@ _MAX_FORM_BYTES, _MAX_FIELDS = 1 << 20, 50
 
 
 class Site:
-    """What the pages share: sessions, templates, the ledger."""
-
     def __init__(self, settings: Settings, ledger: Ledger, gate: Gatekeeper) -> None:
         self.settings, self.ledger = settings, ledger
         ended = EndedSessions(settings.job_dir / ENDED_SESSIONS)
@@ -61,7 +59,6 @@ class Site:
         )
 
     def show(self, request: Request, template: str, status: int = 200, **context: Any) -> Response:
-        """A page for who may see it. Raises RequestRefused for others."""
         session = self.guard.admit(request)
         response = self.renderer.page(template, {**self._context_of(request, session), **context}, status)
         self.guard.keep(response, session, secure=request.url.scheme == "https")
@@ -79,14 +76,12 @@ class Site:
         return response
 
     def tenant_of(self, request: Request) -> str:
-        """Whose exchanges a request may see. Raises RequestRefused for who may see none."""
         return self.guard.caller_of(self.guard.admit(request)).tenant
 
     def _context_of(self, request: Request, session: BrowserSession) -> dict[str, Any]:
         return {"token": self.guard.token_of(session), "path": request.url.path, "with_key": self.guard.needs_key}
 
     def refuse(self, request: Request, error: Exception) -> Response:
-        """The page that says what is wrong, or where to log in."""
         if isinstance(error, LoginNeeded):
             if request.headers.get("hx-request"):  # the whole page goes there, not the part that was asked for
                 return Response(status_code=401, headers={"hx-redirect": f"{PATH}/login"})
@@ -107,12 +102,10 @@ class Site:
         return self.renderer.page("error.html", context, refusal.status)
 
     async def in_thread(self, request: Request, work: Callable[..., _T], *arguments: Any) -> _T:
-        """The result of what waits for the database. Raises RequestRefused for who may not see it."""
         self.guard.admit(request)
         return await asyncio.to_thread(work, *arguments)
 
     async def form(self, request: Request) -> tuple[BrowserSession, Mapping[str, str]]:
-        """The session and the fields of a form that a page of ours has sent. Raises RequestRefused."""
         self.guard.admit(request)
         form = await read_form(request)
         session = self.guard.admit(request)  # its key may have been revoked, or have expired, while the form came
@@ -121,7 +114,6 @@ class Site:
 
 
 def add_site(app: FastAPI, site: Site, *pages: Callable[[APIRouter, Site], None]) -> None:
-    """Add the routes to the app: those of the pages, the way in, and our files."""
     app.mount(f"{PATH}/static", StaticFiles(directory=FOLDER / "static"))
     router = APIRouter(prefix=PATH, route_class=_route_of(site), include_in_schema=False)
     _add_login(router, site)
@@ -138,7 +130,6 @@ def add_site(app: FastAPI, site: Site, *pages: Callable[[APIRouter, Site], None]
 
 
 async def read_form(request: Request) -> Mapping[str, str]:
-    """The fields of a form, the last of each name. Raises RequestRefused."""
     data = await read_bytes(request, max_bytes=_MAX_FORM_BYTES)
     try:
         pairs = parse_qsl(data.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict")

@@ -109,7 +109,6 @@ def _tenant_of(site: Site, request: Request) -> str | None:
 
 
 def _policy_of(site: Site, request: Request) -> Policy:
-    """The policy whose versions are asked for. Raises RequestRefused."""
     tenant, _, name = request.query_params.get("policy", "default").rpartition("/")
     own = _tenant_of(site, request)
     try:

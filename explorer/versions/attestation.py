@@ -1,9 +1,4 @@
-"""Proves again and again that each engine has the weights that it should have, and acts when one has not.
-
-Such an engine is taken out of rotation, what it sampled since it was last found right is taken out of training, and it
-gets its weights once more. A version is known by the trainer's probe; the base model, which has none, by what the first
-engine that has it says of a text.
-"""
+"""Proves again and again that each engine has the weights that it should have, and acts when one has not."""
 
 import asyncio
 import math
@@ -39,10 +34,7 @@ _NOT_ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """When a probe that found an engine right began, in seconds since this machine was started.
-
-    `swaps`: the engine's by then. `whole_s`: when one of all its weights began, rather than of what was swapped.
-    """
+    """When a probe that found an engine right began, since boot; `whole_s`: one of all its weights."""
 
     began_s: float
     swaps: int
@@ -63,8 +55,6 @@ class _Fault:
 
 
 class Attestation:
-    """Probes every engine that is in rotation."""
-
     def __init__(
         self, settings: Settings, fleet: Fleet, *, ledger: Ledger, metrics: Metrics, reloader: Reloader
     ) -> None:
@@ -108,7 +98,6 @@ class Attestation:
         return since_boot() - proof.whole_s >= self._interval_s
 
     async def attest(self, engine: Engine) -> None:
-        """Probe an engine that is in rotation; if it is not what it should be, set it right."""
         self.probing += 1
         try:
             await self._probe(engine)
@@ -160,10 +149,7 @@ class Attestation:
             await self._doubt(engine, version, again)
 
     async def doubt_restarted(self, engine: Engine, since_s: float) -> None:
-        """Take out of training what an engine has sampled since a time after which it was restarted, unproven.
-
-        The engine must be out of rotation. `since_s` is in seconds since this machine was started.
-        """
+        """Take out of training what a restarted engine has sampled since so many seconds after boot."""
         self._proofs.pop(engine.number, None)
         reason = "it was restarted, and answered before it was given these weights again"
         since = steady_clock.time_at(since_s)
@@ -189,7 +175,6 @@ class Attestation:
             log.warning("database_away", reason=str(error))
 
     async def _tell(self) -> None:
-        """Tell the ledger what it has not been told."""
         while self._untold:
             found = self._untold[0]
             done = await asyncio.to_thread(self._ledger.attestations.distrust, found)

@@ -1,7 +1,4 @@
-"""Tries candidates for the gate on an engine that is out of rotation, so that none answers anybody before it may.
-
-The champion is asked on an engine that answers clients, a few questions at a time, and only once.
-"""
+"""Tries candidates for the gate on an engine out of rotation; the champion once, beside what clients ask."""
 
 import asyncio
 import time
@@ -113,7 +110,6 @@ class CandidateEvaluation:
             await every(seconds, self.turn, task="evaluation", metrics=self._metrics)
 
     async def turn(self) -> None:
-        """Evaluate the newest candidate, unless somebody has, or another version is being tried."""
         champion = await asyncio.to_thread(
             self._ledger.versions.champion
         )  # First: what is promoted meanwhile is no candidate.
@@ -150,7 +146,6 @@ class CandidateEvaluation:
         log.info("version_evaluated", version=candidate.version, passed=verdict.passed, reason=reason, seconds=seconds)
 
     async def _record_champion(self, champion: Version, judge: Judge) -> None:
-        """Have the champion's figures."""
         if await self._gate.figures(champion.version):
             return
         engine = self._one_of(champion)
@@ -216,10 +211,7 @@ class CandidateEvaluation:
         return figures
 
     async def _put_back(self, engine: Engine, champion: Version, *, untouched: bool) -> None:
-        """Put the engine into rotation again with the champion, unless its supervisor has begun to.
-
-        One that is still `untouched` needs no new start for that.
-        """
+        """Put the engine into rotation with the champion; one that is still `untouched` needs no new start for that."""
         async with self._reloader.swapping:
             with suppress(LedgerUnavailable):  # If there is another by now, the reloader sees to it.
                 champion = await asyncio.to_thread(self._ledger.versions.champion)
@@ -250,10 +242,7 @@ async def evaluate_beside(
     ledger: Ledger,
     control_of: Callable[[Version], Awaitable[EngineControl]],
 ) -> None:
-    """Evaluate a policy's candidate, and its champion once, on an engine that has both, beside what clients ask.
-
-    Raises NotEvaluated, EnvironmentRefused, and what `control_of` raises, which has a version loaded.
-    """
+    """Evaluate a policy's candidate, and its champion once, on an engine that has both. Raises NotEvaluated."""
     async with judging(settings) as judge:
         for version in (champion, candidate):
             if await gate.figures(version.version):
@@ -274,10 +263,7 @@ async def evaluate_beside(
 async def figures_from(
     control: EngineControl, settings: Settings, tasks: Sequence[Task], judge: Judge, *, at_once: int
 ) -> tuple[Figure, ...]:
-    """From greedy replies, past the proxy: nobody records them, so they never become training data.
-
-    Where one question fails, the others are not waited for.
-    """
+    """From greedy replies, past the proxy: none is recorded. Where one fails, the others are not waited for."""
     places, progress = asyncio.Semaphore(at_once), EvaluationProgress(len(tasks))
     # Our own questions after those of clients, if the engine schedules by priority.
     args = settings.explorer.rollout_model.engine_args

@@ -18,10 +18,7 @@ PATIENCE_S = 300.0
 
 
 class Gate:
-    """Stands between a candidate and whoever would serve it.
-
-    Raises EnvironmentRefused if the tasks cannot be read, or the function, or the rubric, that judges is not there.
-    """
+    """Stands between a candidate and whoever would serve it. Raises EnvironmentRefused without tasks or judge."""
 
     def __init__(self, settings: Settings, ledger: Ledger, *, patience_s: float = PATIENCE_S) -> None:
         self.mode = settings.gate.mode
@@ -38,7 +35,6 @@ class Gate:
         self._reported: set[int] = set()
 
     async def admits(self, candidate: Version, champion: Version) -> bool:
-        """Whether the candidate may be served now. One that is blocked is rejected."""
         if self.mode == "off":
             return True
         verdict = await self.verdict(candidate, champion)
@@ -71,7 +67,6 @@ class Gate:
         return gate_verdict(self.options, new, old) if new and old else None
 
     async def figures(self, version: int) -> tuple[Figure, ...]:
-        """What is known of a version, if it is of these tasks."""
         found = await asyncio.to_thread(self._ledger.evaluations.of, version, self._evaluator)
         return figures_on(found, self._fingerprint)
 
@@ -79,7 +74,6 @@ class Gate:
         await asyncio.to_thread(self._ledger.evaluations.record, version, self._evaluator, figures)
 
     def give_up(self, candidate: Version, reason: str) -> None:
-        """Say that the candidate cannot be evaluated for now."""
         if candidate.version not in self._unanswered:
             log.warning("version_not_evaluated", version=candidate.version, reason=reason)
         self._unanswered[candidate.version] = reason

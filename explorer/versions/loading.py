@@ -66,10 +66,7 @@ _OF_BASES: dict[Path, tuple[object, Fingerprints]] = {}
 
 
 class Verifier(NamedTuple):
-    """What versions are verified against: the base model, and the experiment's folder. `limit_s`: how long at most.
-
-    `explorer` is the name of the one that verifies.
-    """
+    """What versions are verified against, by which `explorer`, and for how long at most."""
 
     base: Path
     job_dir: Path
@@ -78,14 +75,12 @@ class Verifier(NamedTuple):
 
     @classmethod
     def of(cls, settings: Settings) -> "Verifier":
-        """What an experiment's versions are verified against."""
         base = settings.model.model_path.absolute()
         size = sum(file.stat().st_size for file in base.glob("*.safetensors"))
         return cls(base, settings.job_dir, _VERIFIER_S + size / _BYTES_A_S, settings.explorer_name)
 
     @property
     def about(self) -> str:
-        """What the alarms of this explorer about versions begin with."""
         return f"{socket.gethostname()}: {self.job_dir}: "
 
 
@@ -95,15 +90,12 @@ def actor_of(version: Version) -> Path:
 
 
 class KnownProbes:
-    """What versions are known by: the trainer's probes; for the base model what the first engine said that has it."""
-
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._known: dict[int, tuple[Version, Probe]] = {}
         self._describing = asyncio.Lock()
 
     async def of(self, engine: Engine) -> tuple[Version, Probe]:
-        """The version that an engine should have, and what it is known by."""
         number = engine.version
         async with self._describing:
             if (known := self._known.get(number)) is None:
@@ -115,10 +107,7 @@ class KnownProbes:
             return known
 
     async def prove(self, engine: Engine, version: Version) -> None:
-        """Raise CheckpointRejected unless an engine has the weights of a version, as far as that is known by anything.
-
-        Nothing is known of the base model before an engine has been asked that was started with it.
-        """
+        """Raise CheckpointRejected unless an engine has a version's weights, as far as these are known by anything."""
         known = self._known.get(version.version)
         if known is None and not version.is_base:
             known = version, await _probe_of(version, engine)
@@ -148,7 +137,6 @@ async def load(engine: Engine, version: Version, *, fleet: Fleet) -> None:
 
 
 async def load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
-    """The same of an engine that is paused already, if it is one that is."""
     control = engine.control
     await fleet.begin_load(engine)
     if engine.restarts:
@@ -165,8 +153,6 @@ async def load_paused(engine: Engine, version: Version, fleet: Fleet) -> None:
 
 
 class Replacements:
-    """Engines that are started beside those whose place they take, for as long as there is room."""
-
     def __init__(self, fleet: Fleet, probes: KnownProbes, *, drain: Callable[[Engine], Awaitable[None]]) -> None:
         """`drain` waits until an engine has ended what it has in flight, as far as that is waited for."""
         self._fleet = fleet
@@ -221,10 +207,7 @@ class Replacements:
         return True
 
     async def _start(self, place: Engine, version: Version, prove: Prove) -> None:
-        """Start an engine with a version in a spare place, and prove it; where that fails the place is spare again.
-
-        Raises EngineError if it does not run, and what `prove` raises.
-        """
+        """Start an engine in a spare place, and prove it; else the place is spare again. Raises EngineError."""
         place.restarts = True
         await self._fleet.set_state(place, EngineState.STARTING)
         try:
@@ -249,10 +232,7 @@ class Replacements:
 
 
 async def verify_in_process(version: Version, verifier: Verifier) -> VerifiedProbe:
-    """The probe of a version that a verifier process has found fit to be served.
-
-    Raises CheckpointRejected, or CheckpointUnreadable.
-    """
+    """The probe of a version that a verifier process has found fit. Raises CheckpointRejected, CheckpointUnreadable."""
     started = time.monotonic()
     await _verify(version, verifier)
     log.info("version_verified", version=version.version, seconds=round(time.monotonic() - started, 3))
@@ -303,8 +283,6 @@ def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:
 
 
 class VerifierProcess:
-    """A verifier that has been started, and waits to be told of what. It ends with us."""
-
     def __init__(self) -> None:
         """Raises OSError."""
         command = (sys.executable, "-P", "-m", "tuneloop.explorer.versions.verifier")
@@ -348,7 +326,6 @@ async def start_verifier(*arguments: str) -> VerifierProcess:
 
 
 async def start_verifier_ahead() -> None:
-    """Have one for the next version, where that can be started."""
     with suppress(OSError):
         if not _AHEAD:
             _AHEAD.append(await asyncio.to_thread(VerifierProcess))
@@ -450,10 +427,7 @@ async def servable_champion(
 
 
 async def _replace(champion: Version, line: Versions, ledger: Ledger, verifier: Verifier, *, reason: str) -> bool:
-    """Whether there is another champion now than this one, which is damaged.
-
-    Raises CheckpointUnreadable, and decides nothing, where another explorer serves it or the job folder is away.
-    """
+    """Whether there is another champion now. Raises CheckpointUnreadable where it may be damaged here alone."""
     log.error("champion_damaged", version=champion.version, reason=reason)
     running = [each for each in await asyncio.to_thread(ledger.explorers.running) if each.name != verifier.explorer]
     if serving := [each.name for each in running if each.version == champion.version]:

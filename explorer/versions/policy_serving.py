@@ -66,8 +66,6 @@ _FAILURES = 2
 
 
 class PolicyServing:
-    """The policies other than the default one, on the engines of one explorer."""
-
     def __init__(
         self,
         settings: Settings,
@@ -104,7 +102,6 @@ class PolicyServing:
         self._evaluate_at: dict[int, float] = {}
 
     async def open(self) -> None:
-        """Learn of the policies; while the database is away, none is known."""
         with suppress(LedgerUnavailable):
             await self._read()
         if self.views is None:
@@ -120,7 +117,6 @@ class PolicyServing:
         await every(self._interval_s, look, task="policies", metrics=self._metrics)
 
     async def turn(self) -> None:
-        """Tell the workers who answers; take up the newest candidate of each policy; decide about canaries."""
         await self._read()
         for policy in [*self._policies.values()] if self._serves_adapters else ():
             try:
@@ -219,7 +215,6 @@ class PolicyServing:
             self._arriving.subtract((candidate.version, champion.version))
 
     async def _take_up(self, policy: Policy, candidate: Version, rollout: RolloutSettings) -> None:
-        """Load a candidate on every engine that is ready, then let it answer."""
         line, number = self._ledger.versions.of(policy.id), candidate.version
         if not (places := self._ready()):
             return
@@ -315,7 +310,6 @@ class PolicyServing:
 
     @property
     def is_loading(self) -> bool:
-        """Whether an engine is given a version, or asked for an evaluation."""
         return bool(self._evaluations) or any(each.locked() for each in self._locks.values())
 
     def _ready(self) -> list[Engine]:
@@ -357,7 +351,6 @@ class PolicyServing:
             self._arriving[number] -= 1
 
     async def unload(self, engine: Engine, adapter: AdapterView) -> None:
-        """Unload an adapter once no request is in flight for it."""
         waiting = self._fleet.wait_until_idle(engine, adapter.version)
         with suppress(TimeoutError):  # the engine ends what it has in flight all the same
             await asyncio.wait_for(waiting, self._settings.explorer.request_timeout)
@@ -366,7 +359,6 @@ class PolicyServing:
 
 
 def _view_of(policy: Policy, line: Sequence[Version], trial: CanaryTrial | None, job: JobModels | None) -> PolicyView:
-    """A policy as the workers know it."""
     by_state = {each.state: each for each in line}
     champion, canary = by_state[VersionState.CHAMPION], by_state.get(VersionState.CANARY)
     answer = [each for each in line if each in (champion, canary) or (job is not None and each.state in SERVABLE)]

@@ -1,9 +1,4 @@
-"""Takes up new versions while requests are in flight: verify, then engine by engine pause, load, forget, resume, prove.
-
-When anything fails the engine gets its old weights back and serves on, and the version is rejected with the reason. An
-engine that has died is started again by its own supervisor, with the champion. Whatever is decided in the ledger, the
-engines follow in the next turn.
-"""
+"""Takes up new versions while requests are in flight: verify, pause, load, forget, resume, prove."""
 
 import asyncio
 import contextlib
@@ -66,8 +61,6 @@ async def wait_for_registration(job_dir: Path, seen: tuple[int, int], *, at_most
 
 
 class WeightSwapper:
-    """Swaps the weights of one engine at a time."""
-
     def __init__(
         self, fleet: Fleet, probes: KnownProbes, *, metrics: Metrics, drain_s: float, least_running: int
     ) -> None:
@@ -125,7 +118,6 @@ class WeightSwapper:
         self._metrics.reload_seconds.observe(time.monotonic() - started)
 
     async def _pause(self, engine: Engine, version: Version, probe: Probe) -> bool:
-        """Whether an engine is ready to load: one that is not is marked down."""
         try:
             await engine.control.cache_probe(probe)
             await engine.control.pause("keep")
@@ -150,10 +142,7 @@ class WeightSwapper:
         await self.put_back(engine, champion)
 
     async def put_back(self, engine: Engine, champion: Version) -> None:
-        """Load the weights it should have again; one that cannot is marked down, so that its supervisor restarts it.
-
-        To be called by whoever has taken the engine out of rotation.
-        """
+        """Give an engine out of rotation its weights again; one that cannot load them is marked down, and restarted."""
         try:
             await load(engine, champion, fleet=self._fleet)
             await self.probes.prove(engine, champion)
@@ -171,10 +160,7 @@ class WeightSwapper:
             await self._fleet.set_state(engine, EngineState.READY)
 
     def _may_leave(self, engine: Engine) -> bool:
-        """Whether an engine may leave the rotation: not if too few others would answer, where there are so many.
-
-        It may where another one takes its place before.
-        """
+        """Whether an engine may leave the rotation: others answer, or another one takes its place before."""
         if self._replacements.room_beside(engine):
             return True
         others = [each.state is EngineState.READY for each in self._fleet.engines if each is not engine]
@@ -189,8 +175,6 @@ class WeightSwapper:
 
 
 class Reloader(WeightSwapper):
-    """Follows the versions that the trainer registers."""
-
     def __init__(self, settings: Settings, fleet: Fleet, *, ledger: Ledger, metrics: Metrics) -> None:
         least = settings.explorer.min_running_model_num
         super().__init__(
@@ -228,10 +212,7 @@ class Reloader(WeightSwapper):
         await every(self._interval_s, look, task="reload", metrics=self._metrics)
 
     async def turn(self) -> None:
-        """Take up the newest candidate, if there is one; bring engines that missed a turn to what they should serve.
-
-        While an alarm holds, a version is pinned or another one is being tried, candidates are left as they are.
-        """
+        """Take up the newest candidate, if nothing holds it; bring engines to what they should serve."""
         async with self.swapping:
             champion = await asyncio.to_thread(self._ledger.versions.champion)
             await self._see(champion)
@@ -259,7 +240,6 @@ class Reloader(WeightSwapper):
                 await self._take_up(candidate, champion)
 
     async def _see(self, champion: Version) -> None:
-        """Note which version is served; of one that came from a trial, how long its feedback took to get there."""
         self._metrics.version_served.set(champion.version)
         if self._champion is not None and champion.version != self._champion:
             if champion.version > self._champion:
@@ -280,7 +260,6 @@ class Reloader(WeightSwapper):
         return held
 
     async def _align(self, champion: Version, trial: CanaryTrial | None = None) -> None:
-        """Bring every engine that is ready to the champion, or to the version that is tried on it."""
         split = self._fleet.split
         tried = []
         if trial and split and split.version == trial.version.version:
@@ -309,7 +288,6 @@ class Reloader(WeightSwapper):
         return version is not None and version.state not in {VersionState.REJECTED, VersionState.ROLLED_BACK}
 
     async def _try(self, candidate: Version, champion: Version) -> None:
-        """Let a candidate have a part of the traffic, or copies of it, on engines of its own."""
         mode, share = self._rollout.mode, self._rollout.tried_share
         split = split_of(mode, candidate.version, share)
 

@@ -55,8 +55,6 @@ EXPONENTS: Mapping[str, tuple[str, int]] = {
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies: its type, its shape, and its bytes in the file."""
-
     file: Path
     dtype: str
     shape: tuple[int, ...]
@@ -65,10 +63,7 @@ class StoredTensor(NamedTuple):
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a Hugging Face folder, by name.
-
-    Where there is an index, it is what an engine goes by: a file that it does not name would be left aside.
-    """
+    """The tensors of a Hugging Face folder, by name; an index, which engines go by, must name all files."""
     try:
         index = dict(json.loads((folder / _INDEX).read_bytes())["weight_map"])
         if not all(isinstance(file, str) and "/" not in file for file in index.values()):
@@ -104,7 +99,6 @@ def find_not_finite(found: Mapping[str, StoredTensor]) -> str | None:
 
 
 def is_finite(tensor: StoredTensor) -> bool:
-    """Whether no number of it is infinite or none at all."""
     if tensor.dtype not in EXPONENTS or tensor.start == tensor.end:
         return True
     kind, exponent = EXPONENTS[tensor.dtype]
@@ -114,18 +108,13 @@ def is_finite(tensor: StoredTensor) -> bool:
 
 
 def fingerprints_of(found: Mapping[str, StoredTensor], *, tied: bool) -> dict[str, Fingerprint]:
-    """The fingerprint of a Hugging Face folder's tensors, by the dtype that engines serve them in.
-
-    Where the embeddings are `tied` to the head, a head that is stored too is not read by engines. Empty where a tensor
-    has a type that is not summed.
-    """
+    """The fingerprint by dtype; empty where a type is not summed. Of `tied` models engines read no head."""
     return _add_up(
         (part_of(name), each, 1.0) for name, each in found.items() if not (tied and name == "lm_head.weight")
     )
 
 
 def adapter_fingerprints_of(found: Mapping[str, StoredTensor], *, scale: float) -> dict[str, Fingerprint]:
-    """The same of an adapter's tensors, whose second halves engines multiply by `scale`."""
     return _add_up((adapter_part_of(name), each, scale if ".lora_B." in name else 1.0) for name, each in found.items())
 
 
@@ -164,7 +153,6 @@ def _sums_of(group: tuple[str, list[StoredTensor], float]) -> dict[str, int]:
 
 
 def _spans_of(tensor: StoredTensor) -> Iterator[StoredTensor]:
-    """The pieces of a tensor that are read each in one go."""
     for start in range(tensor.start, tensor.end, _SPAN):
         yield tensor._replace(start=start, end=min(tensor.end, start + _SPAN))
 
@@ -174,10 +162,7 @@ def _bytes_of(tensor: StoredTensor) -> npt.NDArray[np.uint8]:
 
 
 def _read_all(read: Callable[[_In], _Out], each: Sequence[_In], tensors: Iterable[StoredTensor]) -> list[_Out]:
-    """`read` of each, which together are about `tensors`: by several processes where they are large.
-
-    Only where this process has one thread, as a verifier has: others cannot be forked safely.
-    """
+    """`read` of each; by several processes where the tensors are large, and this process has one thread to fork."""
     size = sum(tensor.end - tensor.start for tensor in tensors)
     if size < _LARGE or threading.active_count() > 1:
         return [read(one) for one in each]

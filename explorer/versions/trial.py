@@ -44,8 +44,6 @@ log = structlog.get_logger()
 
 
 class CanaryTrial(NamedTuple):
-    """A version that is being tried since `began`, and what it gets."""
-
     version: Version
     mode: str
     share: float
@@ -115,7 +113,6 @@ class CanaryController:
             self._copies.append(reply)
 
     async def turn(self) -> None:
-        """Tell the others what was counted here; decide once, if that is this explorer's."""
         trial = await asyncio.to_thread(current_trial, self._line, self._rollout)
         began = trial.began if trial else None
         if began != self._began:
@@ -151,7 +148,6 @@ class CanaryController:
             await asyncio.to_thread(self._line.promote, trial.version.version, **why)
 
     async def _count(self, began: float, versions: tuple[int, int]) -> None:
-        """Add what was counted here since the last time to what all have counted."""
         failures, copies = request_counts(self._totals), list(self._copies)
         for number in versions:
             now, then = (counts.get(str(number), Share()) for counts in (failures, self._before))
@@ -184,7 +180,6 @@ def request_counts(totals: ProcessTotals) -> dict[str, Share]:
 
 
 def counts_of(copies: Collection[ShadowReply]) -> dict[str, float]:
-    """What is counted of copies that a version got: how many, and sums over those that it answered."""
     whole = [(each.seconds, each.tokens) for each in copies if not each.failed]
     return {
         "copies": len(copies),
@@ -199,7 +194,6 @@ def counts_of(copies: Collection[ShadowReply]) -> dict[str, float]:
 
 
 def figures_of(counted: Mapping[str, float]) -> Figures:
-    """How a version did that only got copies."""
     of = defaultdict(float, counted)
     whole, tokens = int(of["copies"] - of["broken"]), of["tokens"]
     products = of["seconds_squared"], of["seconds_by_tokens"], of["tokens_squared"]
@@ -210,10 +204,7 @@ def figures_of(counted: Mapping[str, float]) -> Figures:
 
 
 def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Engine]:
-    """The engines that get a version which is being tried: about its share of those that are up, but at least one.
-
-    At least one is left to the champion, which comes first where there is but one. Who has the version keeps it.
-    """
+    """The engines that get a tried version: about its share of those up, at least one, one less than all."""
     up = _up(engines)
     count = min(max(1, round(share * len(up))), len(up) - 1)
     by_preference = sorted(up, key=lambda engine: (engine.version != version, -engine.number))
@@ -237,7 +228,6 @@ def division(
 
 
 def _up(engines: Sequence[Engine]) -> list[Engine]:
-    """Those that answer, or will in a moment, with the version that they have."""
     up = {EngineState.READY, EngineState.RELOADING, EngineState.ASLEEP}
     return [engine for engine in engines if engine.state in up]
 
@@ -246,8 +236,6 @@ _Action = Literal["promote", "roll_back", "wait"]
 
 
 class RolloutDecision(NamedTuple):
-    """What becomes of the version that is tried; `details` are the figures behind the reason, fit for JSON."""
-
     action: _Action
     reason: str
     details: Mapping[str, Any]
@@ -287,7 +275,6 @@ def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elaps
 
 
 def _guards(rollout: RolloutSettings, champion: Figures, tried: Figures) -> Iterator[str]:
-    """What must not be, whatever the rewards."""
     error = rollout.error
     yield from _higher_share("failed requests", tried.failures, champion.failures, rollout.failures, error)
     yield from _higher_share("refusals", tried.refusals, champion.refusals, rollout.refusals, error)

@@ -1,8 +1,4 @@
-"""In the core of an engine: the log-probabilities of marked requests leave it as plain numbers.
-
-vLLM slices three arrays for each request in each step, and sends each array by itself. Here one array goes to an API
-server in a step, of one number for each new token, in a field that is empty but for transfers of keys and values.
-"""
+"""In the core of an engine: marked log-probabilities leave it as one array a step for each API server."""
 
 from collections.abc import Set
 from typing import Any
@@ -63,10 +59,7 @@ def _clear(of_client: Any, marked: Set[str]) -> bool:
 
 
 def _attach(clients: list[Any], rows: dict[str, int], computed: Any, masked: Set[str] = frozenset()) -> None:
-    """Give the first output of each API server a number for each new token of all its outputs, in their order.
-
-    And, if some are `masked`, what was left of the vocabulary at each token of these.
-    """
+    """Give each API server's first output the numbers of all new tokens, and those left of the vocabulary."""
     starts = computed.cu_num_generated_tokens
     places: list[int] = []
     ends = []

@@ -1,8 +1,4 @@
-"""In the API servers of an engine: who asks for packed log-probabilities gets them, and nothing is decoded for them.
-
-vLLM makes an object for each token, decodes it again, and writes its text and bytes. Of a marked request the numbers
-are kept in an array, which goes through the places that vLLM has for its own.
-"""
+"""In the API servers of an engine: marked log-probabilities are kept in an array, and never decoded."""
 
 from array import array
 from base64 import b64encode
@@ -59,10 +55,7 @@ class Arrived(NamedTuple):
 
 
 class ReplyLogprobs:
-    """The log-probabilities of a reply so far. All outputs of a stream have this one, which knows what was sent.
-
-    `masked`: with them come the tokens that were left of the vocabulary.
-    """
+    """The log-probabilities of a reply so far; all outputs of a stream have this one. `masked`: with tokens left."""
 
     def __init__(self, *, streamed: bool, masked: bool) -> None:
         self.so_far = Arrived(array("f"), array("i"), array("i"))
@@ -79,7 +72,6 @@ class ReplyLogprobs:
         """VLLM puts together what a client has not taken: it is all here."""
 
     def add(self, arrived: Arrived) -> None:
-        """What has arrived of the next tokens: of the vocabulary, nothing where it is not known."""
         self.so_far.numbers.extend(arrived.numbers)
         if self.masked:
             self.so_far.counts.extend(arrived.counts or array("i", bytes(4 * len(arrived.numbers))))
@@ -97,7 +89,6 @@ class ReplyLogprobs:
 
 
 def _output_changes() -> list[_Change]:
-    """Keep what comes from the core in an array."""
     keeper = find("vllm.v1.engine.logprobs", "LogprobsProcessor")
     make = method(keeper, "from_new_request", "tokenizer", "request")
     update = method(keeper, "update_from_output", "output")
@@ -150,10 +141,7 @@ def _output_changes() -> list[_Change]:
 
 
 def _distribute(outputs: Any, states: dict[str, Any], arriving: Arrived) -> Arrived:
-    """Give each marked request of these outputs what has arrived for it; the rest, which is for outputs that follow.
-
-    vLLM may process what came together in several portions.
-    """
+    """Give each marked request what has arrived for it; the rest is for outputs that follow, in another portion."""
     at = 0
     for output in outputs:
         beside = output.kv_transfer_params

@@ -1,7 +1,4 @@
-"""In a worker on a GPU: of steps whose requests are all marked, one number for each token leaves the GPU.
-
-vLLM counts each token's rank too, and copies three arrays. That takes time of the process that the core lives in.
-"""
+"""In a worker on a GPU: of steps whose requests are all marked, one number a token leaves the GPU."""
 
 import importlib
 from typing import Any

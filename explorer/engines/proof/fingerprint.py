@@ -38,7 +38,6 @@ Bits = npt.NDArray[np.unsignedinteger]
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a tensor belongs to: layers have the same numbers in files and in engines."""
     found = _LAYER.search(name)
     return found[1] if found else ""
 
@@ -54,7 +53,6 @@ def describe_part(part: str) -> str:
 
 
 def differing_parts(one: Fingerprint, other: Fingerprint) -> list[str]:
-    """The parts that are not the same, layers first, in order."""
     parts = {part for part in {*one, *other} if (one.get(part, 0) - other.get(part, 0)) % MODULUS}
     return sorted(parts, key=lambda part: (part.startswith(_ADAPTER), int(part.removeprefix(_ADAPTER) or sys.maxsize)))
 
@@ -62,11 +60,7 @@ def differing_parts(one: Fingerprint, other: Fingerprint) -> list[str]:
 def differing_from_files(
     shares: Sequence[Mapping[str, Any]], fingerprints: Mapping[str, Fingerprint], *, base: bool = True
 ) -> list[str] | None:
-    """The parts that an engine does not hold as the files do; None where either is not known.
-
-    `shares` is what each worker holds (`vllm_worker.py`), `fingerprints` what the files do, by dtype. Where these have
-    an adapter, one of the engine's must be the same; without `base` no more is looked at.
-    """
+    """The parts of `shares` that are not as in the files, by dtype; None where either is not known."""
     wanted = fingerprints.get(shares[0]["dtype"])
     if wanted is None or any(share["sums"] is None for share in shares):
         return None

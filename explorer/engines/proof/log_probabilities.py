@@ -47,7 +47,6 @@ class ProbeFindings(NamedTuple):
 
 
 def mean_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The mean absolute difference, in nats."""
     return sum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / len(ours)
 
 

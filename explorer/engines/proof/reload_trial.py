@@ -26,10 +26,7 @@ _SAME, _TIMES = 1e-3, 4.0
 
 
 class ServedWeights(NamedTuple):
-    """What an engine was started with. `head_is_seen`: a head of its own that outlived a reload would show.
-
-    `fingerprints` are the files', by the dtype that engines serve; empty where they have none.
-    """
+    """What an engine was started with. `head_is_seen`: a head of its own that outlived a reload would show."""
 
     actor: Path
     fingerprints: Mapping[str, Mapping[str, int]]
@@ -45,10 +42,7 @@ class ReloadTrial:
         self._over = False
 
     async def fault(self, control: EngineControl, weights: ServedWeights) -> tuple[str | None, bool]:
-        """Why engines cannot take up versions in place, None if they can; and whether this engine was tried now.
-
-        One that was tried and failed must be started anew before it answers anybody. No engine may have requests.
-        """
+        """Why engines cannot take up versions in place, if not; and whether this one was tried now."""
         async with self._trying:
             tries = not self._over
             if tries:
@@ -110,10 +104,7 @@ _OTHERWISE = (
 
 
 async def require_samples_of_the_policy(control: EngineControl) -> None:
-    """Raise EngineError unless the engine samples from the policy and tells its log-probabilities, as far as is seen.
-
-    One that drafts tokens must do so with drafts, too. Nothing is proven where it drafts nothing in so short a reply.
-    """
+    """Raise EngineError unless the engine samples from the policy, with drafts too, as far as is seen."""
     try:
         # With `top_k` 1 there is one token to sample, with log-probability 0; by the raw logits there are others.
         choice = await _complete(control, prompt="a", max_tokens=1, temperature=1.0, top_k=1, logprobs=1)

@@ -1,8 +1,4 @@
-"""What vLLM's workers are given beside their own methods: a fingerprint of the weights that they hold, and an id.
-
-Loaded by --worker-extension-cls into each worker of an engine. It counts what lies in the parameters that the model
-computes with, whatever put it there.
-"""
+"""What vLLM's workers are given: a fingerprint of the parameters that they compute with, and an id."""
 
 import importlib
 import logging

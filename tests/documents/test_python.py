@@ -16,6 +16,7 @@ PAGES = {
     "docs/giving_feedback.md": ("Thumbs",),
     "docs/clients.md": ("Stored completions",),
     "docs/files.md": ("Files",),
+    "docs/limits.md": (),
 }
 #: The kinds of the feedback that a page gives.
 KINDS = {"README.md": ["number"], "docs/quick_start.md": ["boolean"], "docs/own_model.md": ["boolean"] * 4}

@@ -20,6 +20,7 @@ RUN_BY = {
     "docs/files.md": "tests/cli/data/test_data_page.py",
     "docs/giving_feedback.md": "tests/runner/test_docs.py",
     "docs/keys.md": "tests/explorer/ui/browser/test_browser.py",
+    "docs/limits.md": "tests/documents/test_python.py",
     "docs/own_model.md": "tests/documents/test_python.py",
     "docs/quick_start.md": "tests/documents/test_python.py",
     "docs/shadow.md": "tests/runner/shadow/test_shadow_docs.py",

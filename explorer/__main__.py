@@ -22,7 +22,7 @@ from tuneloop.shared.held_files import expect_mark
 from tuneloop.shared.job_marks import KEY, folder_mark, load_key, mark_folder, require_restored
 from tuneloop.shared.logging import LOG, clean_error, configure_logging
 from tuneloop.shared.operations.job_folder import require_file_systems
-from tuneloop.shared.privacy.crash_reports import redact_crash_reports
+from tuneloop.shared.privacy.detection import redact_crash_reports
 from tuneloop.shared.settings.base_model import require_downloads
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings

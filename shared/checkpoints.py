@@ -161,11 +161,7 @@ PROBE_ROOM = 32
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True):
-    """Proof that what was trained is what is served.
-
-    `logprobs[i]` is the trainer's log-probability of `prompt_ids[i + 1]` after the ids before it, at temperature 1. An
-    engine with the same weights answers the same within `tolerance` (mean absolute difference, nats).
-    """
+    """Proof: log-probabilities of `prompt_ids[i + 1]` at temperature 1, which engines meet within `tolerance` nats."""
 
     prompt_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -184,10 +180,7 @@ class VerifiedProbe(Probe, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint's description of itself. `step` counts optimiser steps, `epoch` is the trainer's fencing token.
-
-    `kind`: whether the actor is all weights, or an adapter to the base model's.
-    """
+    """A checkpoint's description of itself; `kind`: all weights, or an adapter to the base model's."""
 
     version: int
     parent: int

@@ -18,10 +18,7 @@ class FlagEffect(Enum):
 
 
 class FlagRule(NamedTuple):
-    """One argument: its effect, the values (a pattern) that have none, and for a refusal what to write instead.
-
-    `drafts`: with it tokens are drafted (speculative decoding).
-    """
+    """One argument: its effect, the values (a pattern) that have none, and for a refusal what to write instead."""
 
     effect: FlagEffect
     neutral: str | None = None

@@ -94,11 +94,7 @@ def rater_of(event: Any) -> Rater:
 
 @dataclass(frozen=True, slots=True)
 class TrustedRaters:
-    """Who is no voter, but whose word settles it: some tenants' sources, the judge of all tenants, and the application.
-
-    The application is who names no source, with a key or without. Anybody may give a rater of his own tenant the name
-    of another's, but nobody that of the judge.
-    """
+    """Whose word settles a metric: some sources, the judge, and the application, which names no source."""
 
     named: frozenset[tuple[str, str]] = frozenset()
     judge: str | None = None
@@ -245,10 +241,7 @@ class Stamp(NamedTuple):
 
 
 class SteadyClock:
-    """Seconds since 1970 by `wall` when it was made, and from then on by `ticks`, which nobody can set.
-
-    What a clock was wrong by at the start of a process stays until that knows the ledger's time, and follows it.
-    """
+    """Seconds since 1970 by `wall` when made, then by `ticks`, which nobody sets; it follows the ledger's time."""
 
     def __init__(self, wall: Callable[[], float] = time.time, ticks: Callable[[], float] = since_boot) -> None:
         self._ticks = ticks
@@ -470,11 +463,7 @@ def _little_endian(numbers: "array[int] | array[float]") -> bytes:
 
 
 class AllowedTokens(NamedTuple):
-    """What a grammar or truncation allowed at each position of a reply.
-
-    Each row of `rows` is a set of token ids: bit i of its word w is id 32 w + i, or, if they are `listed`, the ids and
-    -1 behind them. `at` has the row for each completion id, -1 where all were allowed.
-    """
+    """What was allowed at each position: `at` gives a row of `rows`, bits of ids or `listed` ids and -1; -1: all."""
 
     rows: Int32s
     at: Int32s

@@ -22,10 +22,7 @@ def new_unlinked(path: Path) -> BinaryIO:
 
 @contextmanager
 def hold(root: Path, folders: Collection[Path]) -> Iterator[Path]:
-    """A folder below `root` with second names for all that is in `folders`, each under its own name.
-
-    What is not there, or goes while it is looked at, is left out. Raises OSError.
-    """
+    """A folder below `root` with second names for all that is in `folders`, as far as it is there. Raises OSError."""
     if not folders:
         yield root
         return

@@ -161,10 +161,7 @@ def _stamp_of(mark: Path) -> int:
 
 
 class MarkLock:
-    """A lock on a file of the job folder, which the kernel releases when who has it is no more.
-
-    Processes that inherit its descriptor have it too, until all of them have ended or one of them releases it.
-    """
+    """A kernel lock on a file of the job folder; who inherits its descriptor has it too."""
 
     def __init__(self, path: Path) -> None:
         make_below(path.parent)
@@ -217,10 +214,7 @@ class GpuLocks(NamedTuple):
 
 
 def load_key(path: Path) -> bytes:
-    """The key kept at `path`, made by whoever comes first. All services of an experiment share it.
-
-    Raises EnvironmentRefused for a file that is no such key: signing with less would let anybody sign.
-    """
+    """The key at `path`, made by whoever comes first. Raises EnvironmentRefused for a file that is none."""
     make_below(path.parent)
     _make_once(path, secrets.token_bytes(_KEY_BYTES), mode=0o600)
     sync_folder(path.parent.parent)

@@ -77,10 +77,7 @@ class LogLevel(StrEnum):
 
 
 class LogWriter:
-    """Writes what is logged in a thread: a pipe that nobody reads, or a disk that stands still, stops no service.
-
-    What the stream does not take in time is dropped and counted.
-    """
+    """Writes what is logged in a thread: a pipe that nobody reads stops no service; what it takes not is dropped."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -173,10 +170,7 @@ class LineLimiter:
 
 
 def configure_logging(environment: Mapping[str, str] | None = None) -> None:
-    """Send structlog's events and the libraries' warnings to stderr, with colours only for a terminal.
-
-    A level that the environment names wrongly counts as `info`.
-    """
+    """Send structlog's events and the libraries' warnings to stderr; a level that is wrongly named counts as `info`."""
     variables = os.environ if environment is None else environment
     named = variables.get(LEVEL_VARIABLE, "").strip().lower()
     level = getattr(logging, named.upper()) if named in set(LogLevel) else logging.INFO

@@ -60,10 +60,7 @@ def outbox_status(folder: Path, numbers: Mapping[str, int]) -> OutboxStatus:
 
 
 def file_status(path: Path, taken: int, offset: int = 0) -> OutboxStatus:
-    """What follows the record of this number in one file, with damaged bytes among it. Raises OSError.
-
-    What lies before `offset` is not looked at.
-    """
+    """What follows the record of this number in a file from `offset` on, with damaged bytes. Raises OSError."""
     records = size = damaged = 0
     since: float | None = None
     with closing(OutboxReader(path)) as reader:

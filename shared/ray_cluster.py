@@ -14,10 +14,7 @@ _ANSWER_S = 10.0
 
 
 def keep_to_this_machine() -> None:
-    """Let the cluster that this process starts listen on loopback alone, with a token of its own.
-
-    Call it before Ray is imported, which reads the environment then.
-    """
+    """Let this process's cluster listen on loopback alone, with a token. To be called before Ray is imported."""
     os.environ |= {
         # As on the systems where it runs on one machine only. No other setting does it: it replaces a loopback address
         # that it is given by the machine's own.

@@ -30,10 +30,7 @@ _CRC32C = tuple(_crc32c_of(byte) for byte in range(256))
 
 
 class Curves:
-    """One TensorBoard run: a file of its own in `folder`, recreated if it is deleted.
-
-    With `after`, points of earlier runs in this folder that come after that step are purged, not drawn twice.
-    """
+    """A TensorBoard run: a file in `folder`, made again if deleted; earlier runs' points `after` a step are purged."""
 
     def __init__(self, folder: Path, *, after: int | None = None) -> None:
         # Without the nanoseconds, two runs begun in the same second would write into the same file.

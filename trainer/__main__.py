@@ -11,7 +11,7 @@ from pathlib import Path
 from tuneloop.shared.errors import EnvironmentRefused, RankFailed, StaleEpoch, StartupError, TuneloopError
 from tuneloop.shared.logging import LOG, clean_error, configure_logging
 from tuneloop.shared.operations.job_folder import require_file_systems
-from tuneloop.shared.privacy.crash_reports import redact_crash_reports
+from tuneloop.shared.privacy.detection import redact_crash_reports
 from tuneloop.shared.settings.base_model import require_folders
 from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings

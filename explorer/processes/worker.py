@@ -61,7 +61,7 @@ from tuneloop.shared.held_files import expect_mark
 from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.logging import LOG, configure_logging
-from tuneloop.shared.privacy.crash_reports import redact_crash_reports
+from tuneloop.shared.privacy.detection import redact_crash_reports
 from tuneloop.shared.settings.hardware import explorer_workers_of
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal

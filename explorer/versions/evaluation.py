@@ -28,8 +28,7 @@ from tuneloop.shared.errors import (
     NotEvaluated,
     TuneloopError,
 )
-from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
-from tuneloop.shared.evaluation.scores import Figure, TaskReply, figures_of
+from tuneloop.shared.evaluation.scores import EvaluationProgress, Figure, TaskReply, figures_of
 from tuneloop.shared.evaluation.tasks import Task, fingerprint, judge_of, without_reasoning
 from tuneloop.shared.experience import VersionAction
 from tuneloop.shared.ledger.ledger import Ledger, Version

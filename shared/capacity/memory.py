@@ -71,10 +71,7 @@ class TrainerMemory(NamedTuple):
 
 
 class EngineMemory(NamedTuple):
-    """Bytes of one engine on one device; `cache` is what is left for keys and values, of so many `cache_tokens`.
-
-    `adapters` are those that may sample at the same time.
-    """
+    """Bytes of one engine on one device; `cache` is left for `cache_tokens`, `adapters` may sample at once."""
 
     base: int
     weights: int
@@ -135,11 +132,7 @@ def policies_memory(shapes: Shapes, settings: Settings) -> int:
 
 
 def _most_at_once(shape: ModelShape, size: int, workers: int, *, kept: int, gradients: int) -> int:
-    """The most that a worker has beside its share, of whose float32 sums are so many `gradients`.
-
-    `kept` is what a pass keeps without its weights. Embeddings and head are whole throughout a pass, a layer and the
-    next one in turn; embeddings and head are summed up last, when the pass is over.
-    """
+    """The most that a worker has beside its share: `kept` by a pass, what is whole for a moment, float32 sums."""
     outside = shape.vocabulary * shape.width + shape.head_weights
     layer = (shape.weights - outside) // shape.layers
     in_pass = kept + outside * size + 2 * layer * size + layer * (size + 4)
@@ -149,10 +142,7 @@ def _most_at_once(shape: ModelShape, size: int, workers: int, *, kept: int, grad
 
 
 def reckon(settings: Settings, shapes: Shapes, *, sharded: bool = True) -> TrainerMemory:
-    """What the trainer takes, with full micro-batches, or each of its workers, of which one has the teacher.
-
-    `sharded`: whether several workers have a share each of what is trained, where they can.
-    """
+    """What the trainer, or each worker, takes with full micro-batches; `sharded`: workers have a share each."""
     shape, critic, teacher = shapes
     algorithm, lora, on_gpu = settings.algorithm, settings.model.lora, trainer_on_gpu(settings)
     size = 4 if settings.trainer_dtype == "float32" else 2

@@ -1,7 +1,4 @@
-"""Whether the trainer keeps up with what is committed: from what it notes of each version, and what would mend it.
-
-{job_dir}/monitor/pace.json  the versions of the last minutes, written by the trainer
-"""
+"""Whether the trainer keeps up with what is committed: from what it notes of each version, and what would mend it."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +14,7 @@ _BEHIND = 1.2
 
 
 class VersionPace(msgspec.Struct, frozen=True, kw_only=True):
-    """A version, registered `at` the ledger's time: of how many experiences; how many were left waiting, and set aside.
-
-    Of the time since the version before it, `step_s` went into steps and `publish_s` into publishing it.
-    """
+    """A version, registered `at` the ledger's time; `step_s` and `publish_s` of the time since the one before."""
 
     at: float
     consumed: int

@@ -11,10 +11,7 @@ _Z = 1.96
 
 
 class SampleStatistics(NamedTuple):
-    """A mean of `replies` from `units` independent sources; `variance / replies` is the variance of the mean.
-
-    `binary`: every value is 0 or 1, as those of thumbs are.
-    """
+    """A mean of `replies` from independent `units`; `variance / replies` is the mean's; `binary`: of 0 and 1."""
 
     replies: int = 0
     units: int = 0
@@ -45,11 +42,7 @@ class Share(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The figures of one version since its rollout began.
-
-    `failures` counts requests that failed by its own engine's fault, of all requests. `latency` is in seconds per token
-    of a reply, `length` in tokens.
-    """
+    """A version's figures since its rollout began: seconds per token, tokens, failures of its own engine."""
 
     reward: SampleStatistics = SampleStatistics()
     failures: Share = Share()
@@ -59,10 +52,7 @@ class Figures(NamedTuple):
 
 
 def spread(replies: int, units: int, squares: float, under: float) -> float:
-    """The variance of a sample, from the squares of what each unit's total lies off the mean, over `under` in all.
-
-    This is the linearised variance of a ratio of totals, clustered by units.
-    """
+    """The linearised variance of a ratio of totals, clustered by units, from squares off the mean."""
     if units < 2 or under <= 0:
         return 0.0
     return replies * units / (units - 1) * max(squares, 0.0) / under**2

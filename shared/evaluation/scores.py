@@ -1,10 +1,13 @@
 """The figures of an evaluation: means over the tasks, of all of them and of each slice. Pure."""
 
 import re
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, pstdev
 from typing import NamedTuple
+
+import structlog
 
 from tuneloop.shared.errors import NotEvaluated
 from tuneloop.shared.evaluation.tasks import Task, matches_format, without_reasoning
@@ -29,10 +32,7 @@ class Figure(NamedTuple):
 
 
 class TaskReply(NamedTuple):
-    """A task with the reply to it, the reply's tokens and its score; None: the judge has no verdict on it.
-
-    `whole`: whether the reply was not cut off at its limit of tokens.
-    """
+    """A task, its reply with tokens and score (None: no verdict), and whether the reply is `whole`."""
 
     task: Task
     reply: str
@@ -79,3 +79,24 @@ def figures_of(
 
 def mean(metric: str, values: Sequence[float], part: str = "") -> Figure:
     return Figure(metric, part, fmean(values), pstdev(values), len(values))
+
+
+#: Seconds between two lines.
+EVERY_S = 10.0
+
+_log = structlog.get_logger()
+
+
+class EvaluationProgress:
+    """One evaluation of so many questions; nothing is said of one that is over before the first line is due."""
+
+    def __init__(self, of: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._of, self._clock = of, clock
+        self._answered = 0
+        self._next = clock() + EVERY_S
+
+    def add(self, count: int = 1) -> None:
+        self._answered += count
+        if self._clock() >= self._next and self._answered < self._of:
+            self._next = self._clock() + EVERY_S
+            _log.info("evaluating", answered=self._answered, of=self._of)

@@ -33,10 +33,7 @@ _OF_JSON = ("json_object", "json_schema")
 
 
 class Task(NamedTuple):
-    """A question, as messages or as raw text, and its answer; `line` is its line in the file.
-
-    `form` is the format that the reply must have; None: any.
-    """
+    """A question, messages or raw text, its answer, the file's line, and the `form` of the reply, None: any."""
 
     line: int
     question: Question
@@ -50,10 +47,7 @@ class Task(NamedTuple):
 
 
 def tasks_of(options: EvaluationSettings, *, named: str = "monitor.evaluation.path: ") -> list[Task]:
-    """The tasks of a file, which the settings have `named`, none without one.
-
-    Raises EnvironmentRefused, naming the line that is wrong.
-    """
+    """The tasks of a file, none without one. Raises EnvironmentRefused, naming the line that is wrong."""
     if options.path is None:
         return []
     try:
@@ -75,10 +69,7 @@ def tasks_of(options: EvaluationSettings, *, named: str = "monitor.evaluation.pa
 
 
 def fingerprint(tasks: Sequence[Task], options: EvaluationSettings, judge: JudgeSettings) -> int:
-    """A number that differs for other tasks, and for another judge of their replies, as far as `judge` is asked.
-
-    Raises EnvironmentRefused for a rubric that cannot be read.
-    """
+    """A number that differs for other tasks or judges. Raises EnvironmentRefused for a rubric that cannot be read."""
     questions = [[task.question, task.answer, task.slice, task.form] for task in tasks]
     judged_by: list[Any] = [options.judge, options.function, options.most_tokens, questions]
     if tasks and options.judge == "model":
@@ -182,10 +173,7 @@ def _question(fields: dict[str, Any]) -> Question:
 
 
 def format_of(task: Mapping[str, Any]) -> str | None:
-    """JSON, a regular expression, or None for any format.
-
-    Without `format`, a `response_format` as in a request may demand JSON. Raises ValueError.
-    """
+    """JSON, a regular expression, or None; a `response_format` may demand JSON. Raises ValueError."""
     pattern = task.get("format")
     if pattern is None:
         response_format = task.get("response_format")

@@ -35,11 +35,7 @@ _BOMS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
 class FileLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that is right; `number` counts from 1. `messages` come before what is learnt or asked.
-
-    Of `supervised` the messages are all, and those of the assistant whose `weight` is not 0 are learnt. Of `dpo`,
-    `preferred` and `rejected` are the two answers. Of `reinforcement`, `item` is the whole line, for graders.
-    """
+    """A line that is right, `number` from 1; `messages` come before the answers; `item` is the line, for graders."""
 
     number: int
     messages: list[dict[str, Any]]

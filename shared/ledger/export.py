@@ -34,10 +34,7 @@ class Selection(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ExportedReply:
-    """A row of `experiences` with its exchange; `events`: the rows of `feedback` that bear on it, in their order.
-
-    `reward_rule` is the definition of the rule. `version_max` is the version to name where only one can be named.
-    """
+    """A row of `experiences` with its exchange; `events`: the rows of `feedback` that bear on it, in their order."""
 
     id: int
     msg_id: str
@@ -91,10 +88,7 @@ class Ranked(NamedTuple):
 
 class Exports(LedgerPart):
     def replies(self, selection: Selection, *, everything: bool = False) -> Iterator[list[ExportedReply]]:
-        """The replies in pages, in the order of their ids: of each its last correction, with the feedback that counts.
-
-        With `everything` all corrections, each with what raters in quarantine said too.
-        """
+        """The replies in pages by id, each's last correction; `everything`: all, with what quarantined raters said."""
         wanted = and_(_where(selection), true() if everything else _newest())
         last = 0
         while page := self._replies(and_(wanted, experiences.c.id > last), everything=everything):
@@ -143,10 +137,7 @@ class Exports(LedgerPart):
         return tuple(row)
 
     def record_file(self, path: str, format_: str, rows: int, *, of: Selection, unless: object, publish: Any) -> bool:
-        """Record a file, which `publish` puts in its place meanwhile; False, with nothing done, if it is outdated.
-
-        It is if a person was erased since `erasures_so_far` returned `unless`: the file may still hold them.
-        """
+        """Record a file, which `publish` puts in its place; False if a person was erased since `unless` was read."""
         with self._write() as connection:
             alone(connection, "exports")
             if tuple(connection.execute(_erasures(of.tenant)).one()) != unless:

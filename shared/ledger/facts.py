@@ -16,10 +16,7 @@ TRAINER_SEEN_S = 40.0
 
 
 class StateCount(NamedTuple):
-    """The experiences in one state, `lately` of them sampled after the newest trained one.
-
-    The oldest was sampled then; if `committed` or `leased`, committed, of those that the method takes.
-    """
+    """The experiences in a state, `lately` since the newest trained one; when the oldest was sampled, or committed."""
 
     rows: int = 0
     oldest: float | None = None
@@ -40,11 +37,7 @@ class Trainer(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The versions of a policy: the newest, the champion, the newest step and version that were not rejected.
-
-    `rejected` counts the newest ones that were, in a row; `reason` is that of the last. The oldest candidate newer than
-    the champion has waited since `waiting_since`, unless a canary or a pin holds all of them back.
-    """
+    """A policy's versions: so many of the newest were `rejected`, the last for a `reason`; since when one waits."""
 
     newest: int
     registered_at: float
@@ -142,10 +135,7 @@ class Rules(NamedTuple):
 
     @classmethod
     def of(cls, settings: Settings, policy: int = 0) -> Self:
-        """The rules of a policy's settings.
-
-        Of the default policy's steps, those of the trainer that started last: its file may say others.
-        """
+        """The rules of a policy's settings; the default policy's steps are those of the trainer that started last."""
         steps = (step_rules_in(settings.job_dir) if not policy else None) or settings.step_rules
         return cls(
             steps.batch_size,
@@ -177,11 +167,7 @@ class EngineFacts(NamedTuple):
 
 
 class ExplorerFacts(NamedTuple):
-    """What a running explorer sees of its parts, in seconds; and why the database refuses records.
-
-    How long nothing came of the database, records wait for their disk, nothing came of the control process or of the
-    judge. `descriptors` is how many more files each process may open, at least.
-    """
+    """What a running explorer sees: seconds of silence, files that may be opened, what the database refuses."""
 
     engines: tuple[EngineFacts, ...] = ()
     database_s: float = 0.0

@@ -39,10 +39,7 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Upload(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `uploads`; `parts` are the bytes of each part that was taken, by its id.
-
-    `keeps_s` are the seconds for which its file is to be kept; None: until it is deleted.
-    """
+    """A row of `uploads`; `parts`: bytes by id; `keeps_s`: how long its file is kept, None: until deleted."""
 
     id: str
     tenant: str

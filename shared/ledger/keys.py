@@ -36,10 +36,7 @@ class KeyLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
-    """What a key that is to be made allows. `expires_in` is in seconds from now.
-
-    `policy` is the id of the policy that requests go to which name none; None: the default one.
-    """
+    """What a key to be made allows, for `expires_in` seconds; requests that name no policy go to `policy`."""
 
     name: str
     scopes: tuple[Scope, ...] = (Scope.INFERENCE, Scope.FEEDBACK)

@@ -14,10 +14,8 @@ from sqlalchemy import Engine, select
 
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import TrustedRaters, steady_clock
-from tuneloop.shared.ledger.browsing.exchange_view import ExchangeViews
-from tuneloop.shared.ledger.browsing.reply_history import ReplyHistories
-from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages
-from tuneloop.shared.ledger.browsing.same_prompts import SamePrompts
+from tuneloop.shared.ledger.browsing.exchange_view import ExchangeViews, ReplyHistories
+from tuneloop.shared.ledger.browsing.reply_pages import ReplyPages, SamePrompts
 from tuneloop.shared.ledger.explorers import Explorers
 from tuneloop.shared.ledger.export import Exports
 from tuneloop.shared.ledger.files import Files
@@ -36,12 +34,10 @@ from tuneloop.shared.ledger.storage.database import Transactions, connect, ignor
 from tuneloop.shared.ledger.storage.schema import experiment
 from tuneloop.shared.ledger.training.file_rows import FileRows
 from tuneloop.shared.ledger.training.groups import BatchRules, Runs
-from tuneloop.shared.ledger.training.restoration import Restoration
-from tuneloop.shared.ledger.training.training import Training
+from tuneloop.shared.ledger.training.training import Restoration, Training
 from tuneloop.shared.ledger.versions.alarms import Alarm, Alarms
-from tuneloop.shared.ledger.versions.comparison import Comparisons, RewardHistory
+from tuneloop.shared.ledger.versions.comparison import Comparisons, Evaluations, RewardHistory
 from tuneloop.shared.ledger.versions.drift import Drift
-from tuneloop.shared.ledger.versions.evaluations import Evaluations
 from tuneloop.shared.ledger.versions.versions import Version, Versions
 from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
@@ -64,10 +60,7 @@ class Ledger:
         ticks: Callable[[], float] = time.monotonic,
         transactions: Callable[..., Transactions] = Transactions,
     ) -> None:
-        """`ticks` measure how long a trainer is silent; `any_reply`: the method takes what is no sample of the policy.
-
-        `transactions(engine, clock=clock)` makes the one way to the database that all parts share.
-        """
+        """`ticks` measure how long a trainer is silent; `any_reply`: the method takes what is no sample."""
         self.transactions = transactions(engine, clock=clock)
         self.rewards = Rewards(rule, trusted_raters=trusted_raters, compensate_late=compensate_late, clock=clock)
         self.recording = Recording(self.transactions, self.rewards, any_reply=any_reply, ticks=ticks)

@@ -29,10 +29,7 @@ _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `policies`. An empty `tenant`: every key may use it. `parent` is the version that it began with.
-
-    `settings` are the options that it has otherwise than the default policy, by dotted names.
-    """
+    """A row of `policies`; no `tenant`: every key may use it; `settings`: what it has otherwise, by dotted names."""
 
     id: int
     tenant: str
@@ -52,11 +49,7 @@ class Policies(LedgerPart):
     def create(
         self, name: str, *, tenant: str = "", parent: int = 0, settings: Mapping[str, Any] | None = None, by: str
     ) -> Policy:
-        """A new policy that begins with the weights of the version `parent`.
-
-        Raises PolicyRefused for a name that is none or is taken, and for a parent that is unknown, cannot be served, or
-        is another tenant's.
-        """
+        """A new policy with the weights of `parent`. Raises PolicyRefused for a name or a parent that cannot be."""
         with self._write() as connection:
             draft = {"tenant": tenant, "name": name, "parent": parent}
             number = add_policy(connection, draft, settings or {}, Decision(by, self._clock()))
@@ -85,10 +78,7 @@ class Policies(LedgerPart):
         return found[0]
 
     def learnt_from(self, trained: Collection[int]) -> list[str]:
-        """The names of the policies whose weights hold what these versions were trained on, deleted ones too.
-
-        Those are the policies of the versions, and those that have the weights of one of them, or of a later one.
-        """
+        """The names of the policies whose weights hold what these versions were trained on, as theirs or copied."""
         names, rows = self._read_together(
             select(policies.c.id, policies.c.name).order_by(policies.c.id),
             select(versions.c.version, versions.c.policy, versions.c.path).order_by(versions.c.version),
@@ -134,12 +124,7 @@ class Policies(LedgerPart):
                 raise PolicyRefused(f"there is no policy {number}")
 
     def delete(self, number: int, *, by: str) -> None:
-        """Let it answer nobody from now on; what waited to be trained on is dropped, and all rows stay.
-
-        A fine-tuning job that was not over is cancelled.
-
-        Raises PolicyRefused for the default policy, and if it was deleted.
-        """
+        """Let it answer nobody any more; what waits is dropped, and a job of it cancelled. Raises PolicyRefused."""
         if number == DEFAULT:
             raise PolicyRefused("the default policy cannot be deleted")
         with self._write() as connection:
@@ -152,10 +137,7 @@ class Policies(LedgerPart):
             drop_rows(connection, number, f"its policy was deleted by {by}")
 
     def promote(self, number: int, *, into: int = DEFAULT, by: str, reason: str = "") -> int:
-        """Make the champion of one policy a candidate of another, which trains on from it; the candidate's number.
-
-        Raises PolicyRefused if the champion is where the other began, or is not trained.
-        """
+        """Make a policy's champion a candidate of another; its number. Raises PolicyRefused if it is not trained."""
         with self._write() as connection:
             alone(connection, "promote")
             for each in (number, into):
@@ -177,10 +159,7 @@ _PARENTS = select(versions.c.state, policies.c.tenant).join(policies, policies.c
 def add_policy(
     connection: Connection, draft: Mapping[str, Any], settings: Mapping[str, Any], decision: Decision
 ) -> int:
-    """Make a policy of its tenant, name and parent, in a transaction that makes more; its number.
-
-    Raises PolicyRefused as `Policies.create` does.
-    """
+    """Make a policy in a transaction that makes more; its number. Raises PolicyRefused as `Policies.create` does."""
     name, tenant, parent = draft["name"], draft["tenant"], draft["parent"]
     if not _NAME.fullmatch(name):
         raise PolicyRefused(f"{name[:80]!r}: a policy's name has 1 to 64 letters, digits, or any of . _ -")
@@ -296,10 +275,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobDraft(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that is to be made. `parent` is the version that it begins with, `options` its policy's own options.
-
-    `model` is what was asked for; its own model is named by `base`, or by `model` where that is empty.
-    """
+    """A job that is to be made, of the version `parent`, with its policy's `options`; named by `base`, or `model`."""
 
     tenant: str
     model: str

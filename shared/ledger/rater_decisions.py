@@ -11,8 +11,8 @@ from sqlalchemy import and_, func, insert, select, update
 from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.experience import RaterState
 from tuneloop.shared.ledger.recording.recording import new_rater
-from tuneloop.shared.ledger.recording.rewards import Rewards, replies_of
-from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, put
+from tuneloop.shared.ledger.recording.rewards import RewardsPart, replies_of
+from tuneloop.shared.ledger.storage.database import alone, put
 from tuneloop.shared.ledger.storage.schema import feedback, rater_events, raters
 
 #: The raters of so many of the newest events are listed.
@@ -44,11 +44,7 @@ class RaterDecision(NamedTuple):
     reason: str
 
 
-class Raters(LedgerPart):
-    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
-        super().__init__(transactions)
-        self._rewards = rewards
-
+class Raters(RewardsPart):
     def all(self) -> list[RaterStatus]:
         """Those in quarantine, then the others of whom there is something among the newest feedback."""
         rows = self._read(_COUNTS.group_by(_NEWEST.c.tenant, _NEWEST.c.source))

@@ -10,7 +10,7 @@ from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.storage.codec import unpack_text
 from tuneloop.shared.ledger.storage.counters import FOLD
-from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, literally
 from tuneloop.shared.ledger.storage.schema import (
     COMMITTED,
     EDITED,
@@ -27,10 +27,9 @@ from tuneloop.shared.ledger.training.batches import held_by_shares
 from tuneloop.shared.ledger.training.groups import BatchRules, takable, young
 from tuneloop.shared.ledger.versions.alarms import Alarms
 
-# Not comparisons with a parameter: the partial indexes would not be used.
-_LEASED: ColumnElement[bool] = text(f"state = '{State.LEASED}'")  # type: ignore[assignment]
-_PENDING: ColumnElement[bool] = text("outcome = 'pending'")  # type: ignore[assignment]
-_COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+_LEASED = literally(f"state = '{State.LEASED}'")
+_PENDING = literally("outcome = 'pending'")
+_COMMITTED = literally(COMMITTED)
 _NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
 _OLDEST_LEASED = select(func.min(experiences.c.committed_at)).where(_LEASED)
 
@@ -122,11 +121,7 @@ class Reports(LedgerPart):
         ]
 
     def feedback_to_served(self, version: int | None = None) -> list[float]:
-        """For each trained experience, the seconds from its last feedback to the first reply that could use it.
-
-        `version` asks only for what that version was the first to serve. A version that was never served itself,
-        because a newer one came before its turn, is served by that one.
-        """
+        """Seconds from each trained row's last feedback to the first reply that could use it; of `version`, or all."""
         first = versions.alias()
         served = select(func.min(first.c.version)).where(
             first.c.version >= experiences.c.trained_version, first.c.served_at.is_not(None)
@@ -146,10 +141,7 @@ class Reports(LedgerPart):
         return fit if rules.group_by == "none" else grouped
 
     def facts(self, rules: BatchRules, *, drops: int = 0, batch: int | None = None) -> LedgerFacts:
-        """The facts that explain why no step is happening, with so many of the most frequent reasons for `drops`.
-
-        `batch`: of how many experiences a step is made; without it nothing is told of what shares hold back.
-        """
+        """Why no step is happening, with so many reasons of `drops`; with `batch`, what shares hold back."""
         columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
         rows = self._read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
         trainer, weights = Trainer(*rows[0]) if rows else None, self._weights(rules.policy)

@@ -62,11 +62,7 @@ _SERVES = (VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION)
 
 
 class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backup says of itself.
-
-    `cut_at` (seconds since 1970): all that was acknowledged until then is in it. `revision` and `schema` are the
-    database's, `newest` is the newest registered version, `model` the sizes of the base model's files, not in it.
-    """
+    """What a backup says of itself. All acknowledged until `cut_at` is in it; `model`: its files' sizes."""
 
     format: int
     release: str
@@ -154,10 +150,7 @@ def back_up(settings: Settings, target: Path, *, clock: Callable[[], float] = ti
 
 
 def _save(settings: Settings, snapshot: Snapshot, draft: Path, *, last: bool) -> tuple[int, list[int] | None]:
-    """Save the database and its versions as of one moment; the newest version, and those whose folders are saved.
-
-    The latter is None if a version was pruned before its files were held, and there may be another try.
-    """
+    """Save database and versions as of one moment; the newest, and those saved, None if one was pruned meanwhile."""
     rows = list(snapshot.rows("versions"))
     wanted = {Path(row["path"]): row for row in rows if row["version"] and row["state"] in SERVABLE}
     newest = max((row["version"] for row in wanted.values()), default=0)
@@ -306,10 +299,7 @@ def restore(
 
 
 def require_stopped(settings: Settings, clock: Callable[[], float] | None = None) -> None:
-    """Raise EnvironmentRefused if a service of this experiment runs, as far as can be seen from here.
-
-    By the ledger's time, unless there is a `clock`.
-    """
+    """Raise EnvironmentRefused if a service of this experiment runs, as far as can be seen from here."""
     if (held := held_file(settings.outbox_dir)) is not None:
         raise EnvironmentRefused(f"an explorer runs: it holds {held}; stop all services first")
     schema = settings.buffer.trainer_input.experience_buffer.name

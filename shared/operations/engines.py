@@ -29,10 +29,7 @@ def plugin_sentence(*, of_others: bool) -> str:
 
 
 class EngineSummary(NamedTuple):
-    """One engine: the version that it serves, and what its weights were last proven by, "" before any proof.
-
-    `packs`: whether it has our plugin, which packs log-probabilities; None: it is not known.
-    """
+    """One engine: the version that it serves, and what its weights were last proven by, "" before any proof."""
 
     engine: int
     state: str

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tuneloop.shared.experience import State, VersionState
-from tuneloop.shared.ledger.browsing.reply_history import ReplyHistory, RowHistory
+from tuneloop.shared.ledger.browsing.exchange_view import ReplyHistory, RowHistory
 from tuneloop.shared.ledger.export import NO_ANSWER
 from tuneloop.shared.ledger.facts import Facts, Rules
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
@@ -114,11 +114,7 @@ def explain(
     tenant: str | None = None,
     sees_all: bool = True,
 ) -> Explanation:
-    """What happened to a reply, or to the choice that the id names; with a `tenant`, only if it is that tenant's.
-
-    `outbox` tells what the ledger does not have yet. Unless the reader `sees_all`, nothing tells of other tenants'
-    replies.
-    """
+    """What happened to a reply or choice, of any or one tenant; unless `sees_all`, nothing tells of others'."""
     msg_id, _, choice = reply_id.partition(":")
     history = ledger.reply_histories.get(msg_id, tenant)
     if history is None:

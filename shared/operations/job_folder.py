@@ -1,15 +1,19 @@
-"""Whether the job folder is this experiment's, and on a file system that can do what is done there.
+"""Whether the job folder is this experiment's, and on a file system that can do what is done there."""
 
-A folder that is not mounted looks like one that was never made.
-"""
-
+import ctypes
+import errno
+import fcntl
+import os
 import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import structlog
 
+from tuneloop.shared.checkpoints import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.file_systems import find_lacking, network_of
 from tuneloop.shared.held_files import EXPERIMENT, expect_mark
 from tuneloop.shared.job_marks import folder_mark, mark_folder
 from tuneloop.shared.ledger.ledger import Ledger
@@ -71,3 +75,78 @@ def require_one_host(settings: Settings, ledger: Ledger) -> None:
 def _database_file(settings: Settings) -> Path | None:
     url = parse_url(settings.database_url)
     return Path(url.database or "").absolute() if url.get_backend_name() == "sqlite" else None
+
+
+#: Of linux/magic.h and of their own headers: file systems that several machines write to.
+_OF_NETWORKS = {
+    **{0x6969: "NFS", 0x517B: "SMB", 0xFE534D42: "SMB", 0xFF534D42: "CIFS", 0x5346414F: "AFS", 0x6B414653: "AFS"},
+    **{0x00C36400: "CephFS", 0x0BD00BD0: "Lustre", 0x47504653: "GPFS", 0x19830326: "BeeGFS", 0x01161970: "GFS2"},
+}
+#: What may be of a network, or of this machine: it is not told which.
+_OF_EITHER = {0x65735546: "FUSE", 0x01021997: "9P", 0x786F4256: "VirtualBox"}
+
+#: Of which a file system says nothing: whatever it can do, it has no room now.
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def network_of(path: Path) -> tuple[str | None, str | None]:
+    """The kind of network file system that a path is on, and the kind of one that may be one; None: neither."""
+    found = ctypes.create_string_buffer(512)  # More than any machine's statfs takes; the kind comes first.
+    if _LIBC.statfs(os.fsencode(_existing_part(path)), found):
+        return None, None
+    kind = ctypes.c_ulong.from_buffer(found).value & 0xFFFF_FFFF
+    return _OF_NETWORKS.get(kind), _OF_EITHER.get(kind)
+
+
+def find_lacking(folder: Path) -> list[str]:
+    """What the file system of a folder cannot do of what is done in a job folder: a part of a sentence for each."""
+    with (
+        suppress(OSError),
+        tempfile.TemporaryDirectory(prefix=".trial-", dir=_existing_part(folder), ignore_cleanup_errors=True) as trial,
+    ):
+        return _refusals(Path(trial))
+    return []
+
+
+def _existing_part(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
+
+
+def _refusals(trial: Path) -> list[str]:
+    found: list[str] = []
+
+    @contextmanager
+    def attempt(need: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                found.append(f"cannot {need} ({error.strerror})")
+
+    one, other, within = trial / "one", trial / "other", trial / "staged" / "file"
+    with attempt("append to files"):
+        for _ in range(2):
+            with one.open("ab") as file:
+                file.write(b"1")
+    with attempt("sync files and folders"):
+        sync_folder(one)
+        sync_folder(trial)
+    with attempt("make hard links"):
+        os.link(one, other)
+    with attempt("rename files over others"):
+        other.write_bytes(b"2")
+        os.replace(other, one)
+    with attempt("rename folders"):
+        within.parent.mkdir()
+        within.write_bytes(b"1")
+        os.rename(within.parent, trial / "whole")
+    with attempt("lock files"), one.open("a+b") as first, one.open("a+b") as second:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with suppress(BlockingIOError):
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            raise OSError(errno.ENOLCK, "two have the same lock")
+    with attempt("change rights"):
+        os.chmod(one, 0o640)
+    return found

@@ -50,10 +50,7 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def create_job(settings: Settings, ledger: Ledger, body: Mapping[str, Any], *, tenant: str, by: str) -> Job:
-    """A new job of a tenant, of the fields of OpenAI's request; `metadata` is checked by then.
-
-    Raises RequestRefused for what cannot be, with the field.
-    """
+    """A new job, of the fields of OpenAI's request. Raises RequestRefused for what cannot be, with the field."""
     try:
         require_adapters(settings)
     except PolicyRefused as error:

@@ -24,10 +24,7 @@ _CURE = (
 
 
 def registered_here(job_dir: Path) -> Registered:
-    """The newest version and epoch that this folder knows of, by its checkpoints too.
-
-    The newest folder alone may be that of a version which was never registered, so it counts one less.
-    """
+    """The newest version and epoch by this folder's marks and checkpoints; its newest folder may be unregistered."""
     version, epoch = (seen := registered_in(job_dir)).version, seen.epoch
     for folder in CheckpointStore(job_dir).folders():
         with suppress(CheckpointRejected):

@@ -42,10 +42,7 @@ def refused_by_name(ledger: Ledger, names: Collection[str]) -> dict[str, Refused
 
 
 def retry(settings: Settings, ledger: Ledger, refused: dict[str, RefusedRecord]) -> Retried:
-    """Append records to the outbox again, from where an explorer takes them; only then their rows are deleted.
-
-    A record that comes twice does no harm: the ledger knows its id. Raises LedgerError, OSError.
-    """
+    """Append records to the outbox again, and delete their rows; twice does no harm. Raises LedgerError, OSError."""
     records, damaged = 0, []
     for name, each in refused.items():
         payload = ledger.recording.refused_payload(each.file, each.end_offset)

@@ -20,11 +20,7 @@ _READ = 500
 
 
 class PolicyRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy in the list. Times are seconds since 1970; `waiting` counts committed rows, `trained_on` all it learnt.
-
-    `reward` is the mean of the newest replies of the version that is `served`, `interval` holds the true one in 95 of
-    100 cases.
-    """
+    """A policy in the list. Times are seconds since 1970; `reward` is the newest replies' mean."""
 
     name: str
     tenant: str
@@ -104,10 +100,7 @@ def require_adapters(settings: Settings) -> None:
 
 
 def make_configured(settings: Settings, ledger: Ledger) -> None:
-    """Make the policies that the settings name, if they are not there, and give the others their options.
-
-    Raises EnvironmentRefused for what cannot be, such as another parent than the one that a policy began with.
-    """
+    """Make the configured policies, and give them their options. Raises EnvironmentRefused."""
     there = {(one.tenant, one.name): one for one in ledger.policies.all()}
     for name, each in settings.policies.items():
         try:

@@ -16,10 +16,7 @@ _LEVEL = 0.95
 
 
 class Mean(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over `replies` from `sources` that are independent of each other: people, tasks, or runs.
-
-    `error` is its standard error, None where there are fewer than two sources.
-    """
+    """A mean over `replies` from independent `sources`; its standard `error`, None from fewer than two."""
 
     mean: float
     error: float | None
@@ -49,10 +46,7 @@ class ScorePair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Two versions. `difference` is b's mean reward less a's, and `interval`, Welch's, holds it in 95 of 100 cases.
-
-    It is None with fewer than FEWEST sources of rewards on either side.
-    """
+    """Two versions: b's mean reward less a's, with Welch's 95 % interval; None from too few sources."""
 
     a: Side
     b: Side

@@ -39,10 +39,7 @@ def promote(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionR
 
 
 def roll_back(ledger: Ledger, version: int | None, request: DecisionRequest) -> DecisionResult:
-    """Take it out of service for good; without a version the canary, or the champion if there is none.
-
-    Raises VersionRefused.
-    """
+    """Take it out of service for good; by default the canary, or else the champion. Raises VersionRefused."""
     line = ledger.versions if version is None else _line_of(ledger, version)[0]
     if not request.reason:
         raise VersionRefused("give a reason: a version that is rolled back is never served again")
@@ -81,10 +78,7 @@ def pin(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResul
 
 
 def unpin(ledger: Ledger, version: int | None, request: DecisionRequest) -> DecisionResult:
-    """Let newer versions be served again; `version` says of which policy, None of the default one.
-
-    Raises VersionRefused if none is pinned.
-    """
+    """Let newer versions of `version`'s policy, or the default one, be served again. Raises VersionRefused."""
     line = ledger.versions if version is None else _line_of(ledger, version)[0]
     version = line.unpin(by=_admin(request), reason=request.reason)
     return DecisionResult(version, line.champion().version)

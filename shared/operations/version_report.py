@@ -9,14 +9,11 @@ from tuneloop.shared.checkpoints import read_manifest
 from tuneloop.shared.errors import CheckpointRejected, VersionRefused
 from tuneloop.shared.experience import Evaluator, VersionAction, VersionState
 from tuneloop.shared.ledger.ledger import Ledger, Version, VersionReward
-from tuneloop.shared.ledger.versions.evaluations import Evaluation
+from tuneloop.shared.ledger.versions.comparison import Evaluation
 
 
 class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A version in the list. Times are seconds since 1970; `trained_on` counts rows, `replies` choices.
-
-    `reason` says why it must not be served.
-    """
+    """A version in the list. Times are seconds since 1970; `trained_on` counts rows, `replies` choices."""
 
     version: int
     state: VersionState
@@ -56,10 +53,7 @@ class ScoreRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything about a version. `parent` is None for the base model, and where the checkpoint is gone.
-
-    `trained_on_replies_of` counts its rows by the version that sampled them.
-    """
+    """Everything about a version; `parent` None: the base model, or its checkpoint is gone."""
 
     version: VersionRow
     path: str

@@ -9,6 +9,7 @@ import importlib
 import ipaddress
 import math
 import re
+import resource
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -19,6 +20,7 @@ import regex
 import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused
+from tuneloop.shared.logging import clean_errors
 from tuneloop.shared.settings.feedback import PrivacySettings
 
 log = structlog.get_logger()
@@ -289,11 +291,7 @@ class Span(NamedTuple):
 
 
 class Detector:
-    """What the settings want to have found.
-
-    `slow` where it may take longer than an event loop should wait. `timed_out` is called with the name of what took too
-    long for a text, or failed.
-    """
+    """What the settings want found; `slow`: longer than an event loop waits; `timed_out` hears what took too long."""
 
     def __init__(
         self,
@@ -426,3 +424,9 @@ def presidio(settings: PrivacySettings) -> Analyzer:
                 yield begin + each.start, begin + each.end, each.entity_type
 
     return analyze
+
+
+def redact_crash_reports(settings: PrivacySettings) -> None:
+    """Redact what errors tell, without Presidio, and write no core file: of this process and those that it starts."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    clean_errors(Detector(settings.model_copy(update={"presidio": ()})).redact)

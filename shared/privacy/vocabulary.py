@@ -4,7 +4,6 @@ It is read from the `tokenizer.json` of the model, of which no library is needed
 bytes wherever it comes.
 """
 
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Any, Self
 import orjson
 
 from tuneloop.shared.experience import Int32s
+from tuneloop.shared.settings.hub_cache import cached_folder
 
 _FILE = "tokenizer.json"
 
@@ -36,12 +36,7 @@ class Vocabulary:
     def load(cls, model: Path) -> Self | None:
         """That of a model, by its folder or its name in Hugging Face's cache; None where it cannot be told."""
         try:
-            if not model.is_dir():
-                home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface"))
-                hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-                cached = hub / f"models--{str(model).replace('/', '--')}"
-                model = cached / "snapshots" / (cached / "refs" / "main").read_text().strip()
-            return cls(_pieces(orjson.loads((model / _FILE).read_bytes())))
+            return cls(_pieces(orjson.loads((cached_folder(model) / _FILE).read_bytes())))
         except (OSError, LookupError, TypeError, ValueError, AttributeError):
             return None
 

@@ -11,10 +11,7 @@ _NAME = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)?")
 
 
 def cached_folder(named: Path) -> Path:
-    """The snapshot of a model that `hf download` has put into the cache; `named` itself if there is a folder, or none.
-
-    A snapshot that lacks its configuration or weights is none.
-    """
+    """The whole snapshot of a model that `hf download` has put into the cache; else `named` itself."""
     if os.path.exists(named) or not _NAME.fullmatch(str(named)):
         return named
     repository = _cache() / f"models--{str(named).replace('/', '--')}"

@@ -34,10 +34,7 @@ _AFTER_THE_FILE = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsReport:
-    """What the sources say: the settings, or every problem in them; and the keys of Trinity's that do nothing here.
-
-    `names_tasks`: there are tasks to run in the file, which no service does.
-    """
+    """What the sources say: the settings, or every problem in them; and the keys of Trinity's that do nothing here."""
 
     settings: Settings | None
     problems: tuple[str, ...]

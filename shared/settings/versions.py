@@ -67,7 +67,7 @@ class EvaluationSettings(Section):
 
 
 #: The alarms that say that the feedback cannot be trusted, or that the model is worse for it.
-SUSPECT = frozenset({"reward_hack", "reward_jump", "extreme_rewards", "rater_outliers", "degraded"})
+SUSPECT = frozenset({"reward_hack", "reward_jump", "extreme_rewards", "degraded"})
 
 
 class DriftSettings(Section):
@@ -107,8 +107,6 @@ class DriftSettings(Section):
     reward_jump: ClassVar[float] = 0.25
     #: The part of the newest numbers beyond `reward.clip` that is more than slips of honest raters.
     extreme_rewards: ClassVar[float] = 0.05
-    #: The part of the newest feedback from raters in quarantine that is an attack, not a single rater.
-    rater_outliers: ClassVar[float] = 0.2
     #: How far below the best one that is remembered an evaluation is worse beyond doubt, whatever the reward did.
     degraded: ClassVar[float] = 0.2
     #: The first so many steps are what later ones are compared with: enough for a mean without noise.

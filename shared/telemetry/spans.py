@@ -1,7 +1,4 @@
-"""Spans as plain values, and their ids. A reply's and a version's are made from their names: who knows those can link.
-
-Nothing is kept in the ledger for it: feedback of next week points at the reply's span by its msg_id alone.
-"""
+"""Spans as plain values. A reply's and a version's ids are made from their names: who knows those can link."""
 
 import hashlib
 import re

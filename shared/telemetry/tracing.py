@@ -1,7 +1,4 @@
-"""Sends spans to an OTLP receiver, in the background: one that is away costs spans, never a request.
-
-Nothing imports this module but `open_tracing`, where `monitor.otlp_url` is set.
-"""
+"""Sends spans to an OTLP receiver, in the background: one that is away costs spans, never a request."""
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource

@@ -115,13 +115,6 @@ def test_validate_says_what_it_understood_of_a_trainer(tmp_path):
     assert "engines" not in lines
 
 
-def test_validate_says_which_gpu_trains_and_which_idle(tmp_path):
-    file = settings_file(tmp_path, "mode: train\ncluster: {gpu_per_node: 3}\ntrainer: {workers: 2}\n")
-    lines = {line[2:20].strip(): line[21:] for line in tuneloop("validate", file)[1].splitlines()[1:]}
-    assert (lines["workers"], lines["GPUs"]) == ("2", "GPU 0: trainer 0, GPU 1: trainer 1, GPU 2: idle")
-    assert lines["note"] == "GPU 2 idles: raise trainer.workers, or lower cluster.gpu_per_node"
-
-
 def test_validate_says_what_engines_of_others_cost_without_our_plugin(tmp_path):
     file = settings_file(tmp_path, "explorer: {rollout_model: {engine_urls: ['http://gpu-box:8000']}}\n")
     notes = [line[21:] for line in tuneloop("validate", file)[1].splitlines() if line.startswith("  note")]
@@ -132,17 +125,6 @@ def test_validate_says_what_engines_of_others_cost_without_our_plugin(tmp_path):
     assert "28 to 51" not in tuneloop("validate", file, "--set", "mode=train")[1]
 
 
-def test_validate_refuses_preferences_that_would_count_for_nothing(tmp_path):
-    file = settings_file(tmp_path, "mode: train\nalgorithm: {algorithm_type: dpo}\nbuffer: {group_by: preference}\n")
-    code, _, err = tuneloop("validate", file)
-    assert code == 2
-    assert "reward.weights: the metric preference has none" in err
-    code, out, _ = tuneloop("validate", file, "--set", "reward.weights={preference: 1}")
-    assert code == 0
-    assert "metric preference" not in out
-    assert tuneloop("validate", file, "--set", "mode=serve")[0] == 0
-
-
 @pytest.mark.contract
 def test_validate_says_that_the_value_of_edited_answers_was_removed(tmp_path):
     file = settings_file(tmp_path, "reward:\n  demonstration_value: 1.0\n")
@@ -150,17 +132,6 @@ def test_validate_says_that_the_value_of_edited_answers_was_removed(tmp_path):
     assert code == 2
     assert "reward.demonstration_value: removed: sft learns edited answers" in err
     assert "Delete the line" in err
-
-
-def test_validate_tells_what_one_stale_reply_could_do(tmp_path):
-    text = "algorithm: {dual_clip: null}\n"
-    lines = {
-        line[2:20].strip(): line[21:] for line in tuneloop("validate", settings_file(tmp_path, text))[1].splitlines()
-    }
-    assert "weigh without bound: set algorithm.dual_clip" in lines["note"]
-    for cure in ("proximal=recomputed", "correction=mask"):
-        said = tuneloop("validate", settings_file(tmp_path, text), "--set", f"algorithm.off_policy.{cure}")[1]
-        assert "weigh without bound" not in said
 
 
 def test_validate_tells_every_mistake_and_ends_with_2(tmp_path):
@@ -189,13 +160,6 @@ def test_run_with_mistakes_starts_nothing(tmp_path, services):
     code, out, error = tuneloop("run", "-c", settings_file(tmp_path), "--set", "mode=x", path=services)
     assert (code, out) == (2, "")
     assert error == "--set mode: mode: must be 'serve', 'train' or 'both', not 'x'\n"
-
-
-def test_run_both_hands_overrides_to_both(tmp_path, services):
-    file = settings_file(tmp_path)
-    _, out, _ = tuneloop("run", "-c", file, "--set", "name=n", path=services, EXPLORER_DOES="0", TRAINER_DOES="0")
-    for name in ("explorer", "trainer"):
-        assert f'{name} ["--config", "{file}", "--set", "name=n"]' in out.splitlines()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

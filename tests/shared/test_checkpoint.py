@@ -328,24 +328,3 @@ def as_user(user: int, does: Callable[[], object]) -> int:
     except (OSError, CheckpointRejected):
         os._exit(1)
     os._exit(0)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become other users")
-@pytest.mark.parametrize(("mode", "explorer_reads", "other_writes"), [(0o600, 0, 0), (0o640, 1, 0), (0o660, 1, 1)])
-def test_other_users_may_do_what_the_rights_say(
-    shared_folder: Path, mode: int, explorer_reads: int, other_writes: int
-) -> None:
-    store = CheckpointStore(shared_folder, mode=mode)
-
-    def read() -> None:
-        check_files(store.path(1), read_manifest(store.path(1)))
-
-    def go_on() -> None:
-        read()
-        store.strip(store.path(1))
-        publish(store, 2)
-
-    assert as_user(_TRAINER, lambda: publish(store)) == 0
-    assert as_user(_EXPLORER, read) == 1 - explorer_reads
-    assert as_user(_OTHER_TRAINER, go_on) == 1 - other_writes
-    assert as_user(_TRAINER, read) == 0

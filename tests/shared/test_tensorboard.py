@@ -1,6 +1,5 @@
 """Curves: TensorBoard reads them, and no disk that is full, or folder that is none, stops who writes them."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,14 +33,6 @@ def test_who_goes_on_after_a_step_purges_what_came_later(tmp_path: Path) -> None
     assert shown(tmp_path, "a") == [(1, 1.0), (2, 2.0), (3, 3.0)]
     after.add(4, {"a": 40.0})
     assert shown(tmp_path, "a") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
-
-
-def test_a_folder_that_was_deleted_comes_back(tmp_path: Path) -> None:
-    curves = Curves(tmp_path / "run")
-    curves.add(1, {"a": 1.0})
-    shutil.rmtree(tmp_path / "run")
-    assert curves.add(2, {"a": 2.0})
-    assert shown(tmp_path / "run", "a") == [(2, 2.0)]
 
 
 FULL = """

@@ -13,8 +13,7 @@ from tests.trainer.factories import points
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry import trackers
-from tuneloop.shared.telemetry.tracker_runs import OpenedRun
-from tuneloop.shared.telemetry.trackers import check_tracker, open_curves
+from tuneloop.shared.telemetry.trackers import OpenedRun, check_tracker, open_curves
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv" / "clients" / "trackers" / "bin" / "python"
@@ -23,7 +22,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from tuneloop.shared.telemetry.tracker_runs import OPENERS
+from tuneloop.shared.telemetry.trackers import OPENERS
 settings = SimpleNamespace(project="project", name="name", tensorboard_dir=Path(sys.argv[2]).parent / "tensorboard")
 (Path(sys.argv[2])).mkdir(exist_ok=True)
 send, end = OPENERS[sys.argv[1]](settings, "trainer")

@@ -18,8 +18,7 @@ from tuneloop.runner.judging.judge import Judge as ModelJudge
 from tuneloop.runner.judging.rubric import Rubric
 from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import EnvironmentRefused, NotEvaluated
-from tuneloop.shared.evaluation.evaluation_log import EvaluationProgress
-from tuneloop.shared.evaluation.scores import SCORE, Figure, TaskReply, figures_of
+from tuneloop.shared.evaluation.scores import SCORE, EvaluationProgress, Figure, TaskReply, figures_of
 from tuneloop.shared.evaluation.tasks import Judge, Task, fingerprint, judge_of, without_reasoning
 from tuneloop.shared.settings.feedback import JudgeSettings as JudgeSettings
 from tuneloop.shared.settings.settings import Settings

@@ -26,10 +26,10 @@ ENTROPY = "actor/entropy"
 KL, KL_BASE = "actor/kl_loss", "actor/kl_base"
 #: How far the rewards of a step are apart, of a method that compares them; the share of its tokens that taught nothing.
 SPREAD, IDLE = "reward/spread", "critic/advantages/zero"
-LEVEL, EXTREME, OUTLIERS = "reward/level", "feedback/extreme", "feedback/quarantined"
+LEVEL, EXTREME = "reward/level", "feedback/extreme"
 REFUSALS, TOOL_ERRORS, RATER = "replies/refusals", "replies/tool_errors", "feedback/largest_rater"
 
-SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER, LEVEL, EXTREME, OUTLIERS, SPREAD, IDLE)
+SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER, LEVEL, EXTREME, SPREAD, IDLE)
 
 #: Steps after which it is said that nothing is learnt, and how sure it must be that a reward falls: Student's t of the
 #: line through their mean rewards, which chance exceeds once in a thousand.
@@ -277,7 +277,6 @@ RULES: Mapping[str, Callable[[DriftSettings, History], DriftFinding | None]] = {
     "tool_errors": _rise(TOOL_ERRORS, "tool_errors", "the share of wrong tool calls"),
     "reward_jump": _jump,
     "extreme_rewards": _level(EXTREME, "extreme_rewards", "the share of numbers beyond reward.clip"),
-    "rater_outliers": _level(OUTLIERS, "rater_outliers", "the share of feedback by raters in quarantine"),
     "degraded": _fall_below_best,
     NOT_LEARNING: _not_learning,
     "single_rater": _level(RATER, "single_rater", "the share of feedback that one source gives"),

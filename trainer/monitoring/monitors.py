@@ -360,8 +360,6 @@ class Monitors:
             if self._rule.clip is not None:
                 extreme = self._ledger.drift.extreme_share(options.rater_events, self._rule)
                 found |= {} if extreme is None else {drift.EXTREME: extreme}
-            outliers = self._ledger.drift.quarantined_share(options.rater_events)
-            found |= {} if outliers is None else {drift.OUTLIERS: outliers}
         except LedgerError as error:
             _log.warning("monitors_not_read", reason=str(error))
         return found

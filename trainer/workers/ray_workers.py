@@ -21,7 +21,7 @@ import structlog
 
 from tuneloop.shared.errors import EnvironmentRefused, StaleEpoch, StartupError
 from tuneloop.shared.logging import clean_error, configure_logging
-from tuneloop.shared.privacy.crash_reports import redact_crash_reports
+from tuneloop.shared.privacy.detection import redact_crash_reports
 from tuneloop.shared.ray_cluster import LOCAL, keep_to_this_machine, require_token
 from tuneloop.shared.settings.base_model import require_folders
 from tuneloop.shared.settings.hardware import trainer_on_gpu

@@ -9,8 +9,8 @@ from sqlalchemy import ColumnElement, Connection, and_, insert, or_, select, tru
 
 from tuneloop.shared.experience import Exchange, State, VersionAction
 from tuneloop.shared.ledger.recording.retention import regroup
-from tuneloop.shared.ledger.recording.rewards import Rewards
-from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, portions
+from tuneloop.shared.ledger.recording.rewards import RewardsPart
+from tuneloop.shared.ledger.storage.database import alone, portions
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, mismatches
 from tuneloop.shared.ledger.versions.versions import Decision, Details, note
 
@@ -26,11 +26,7 @@ _UNTRAINED = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
 
 class Mismatch(NamedTuple):
-    """An engine that should have served `version` did not, at some time from `since` to `until` (seconds since 1970).
-
-    `until` is when it got its last request, `since` when what found it right for the last time began. `figures` are
-    what it was found out by. The engine is one of the `explorer`; None: of any, as releases before knew them.
-    """
+    """An engine did not serve `version`, as it should, from its last good proof to its last request."""
 
     engine: int
     version: int
@@ -48,17 +44,9 @@ class Distrusted(NamedTuple):
     trained: dict[int, int]
 
 
-class Attestations(LedgerPart):
-    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
-        super().__init__(transactions)
-        self._rewards = rewards
-
+class Attestations(RewardsPart):
     def distrust(self, found: Mismatch) -> Distrusted:
-        """Take everything that the engine sampled meanwhile out of training for good, what comes in later too.
-
-        A trainer that has leased some of it cannot register what it makes of it; what was corrected meanwhile takes its
-        reward now. Said twice, it is kept once.
-        """
+        """Take all that the engine sampled meanwhile out of training for good, what comes in later too."""
         with self._write() as connection:
             alone(connection, "epochs")  # before the next: no trainer's verb waits for it
             alone(connection, "record")

@@ -87,11 +87,7 @@ _SAID_AGAIN = (
 
 
 class TakenFeedback(NamedTuple):
-    """Events that were stored; stored ones that count later now, as they were said again; those for which no room was.
-
-    `known`: the events that were there before, of all that have one of the `names`, by these. `replaced`: what the
-    source of a stored event had said last of the same, by the event's id.
-    """
+    """Events that are stored, count later now, or found no room; those known; what each replaced."""
 
     new: dict[str, Feedback]
     moved: list[Any]
@@ -146,10 +142,7 @@ def _voice(event: Any) -> str:
 
 
 class EarlyFeedback:
-    """Holds tenants to MAX_EARLY events about what is not there, and each key to as many as are left for the others.
-
-    Names of runs cost nothing to make up, and a client may have its replies not stored.
-    """
+    """Holds tenants to MAX_EARLY events about what is not there, and each key to as many as are left for the others."""
 
     def __init__(self, ticks: Callable[[], float]) -> None:
         self._ticks = ticks
@@ -212,10 +205,7 @@ def _run_of(event: Any) -> tuple[object, ...]:
 
 
 def store_feedback(connection: Connection, events: Sequence[Feedback], *, names: Collection[str]) -> TakenFeedback:
-    """Store the events that are new, say something other than their source said last before them, and fit.
-
-    What repeats is only noted as said again: of two explorers one may bring what it heard long after the other.
-    """
+    """Store the events that are new, say something else than their source before, and fit; note repetitions."""
     quota = FeedbackQuota(connection.execute)
     # When each subject's events were said, first and last: times, and beside them the events.
     times, said = defaultdict[object, list[float]](list), defaultdict[object, list[Any]](list)
@@ -400,10 +390,7 @@ def results_of(
     restored_at: float | None,
     any_reply: bool,
 ) -> FeedbackResults:
-    """What became of the events of a group, for whose replies and runs the plan is.
-
-    `dropped`: the outcomes of events that were refused first. `restored_at`: when the ledger was put back.
-    """
+    """What became of events by this plan, but for those `dropped` first, in a ledger that was `restored_at` a time."""
     results = FeedbackResults()
     if not events:
         return results

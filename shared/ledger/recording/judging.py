@@ -38,10 +38,7 @@ class JudgedExchange(NamedTuple):
 
 class Judging(LedgerPart):
     def first_sampled_since(self, since: float) -> int:
-        """The id of the first reply sampled since then that waits for feedback, a commit or the trainer.
-
-        If none does, that of the next one that is recorded.
-        """
+        """The id of the first reply sampled since then that waits for feedback, a commit or the trainer."""
         waiting = and_(experiences.c.state.in_(JUDGEABLE), experiences.c.sampled_at >= since)
         # Of id alone a database would take the least by reading all rows from the first one on.
         [(first,)] = self._read(select(func.min(experiences.c.id + 0)).where(waiting))

@@ -150,10 +150,7 @@ class RefusedRecord(NamedTuple):
 
 
 class CommitLimits(TypedDict, total=False):
-    """What is committed of a tenant's, if it is not all: of a task, a run, some tasks, or what was sampled by a time.
-
-    `until` is in seconds since 1970.
-    """
+    """What is committed of a tenant's: of a task, a run, some tasks, or sampled `until` then (since 1970)."""
 
     task_id: str | None
     run_id: str | None
@@ -162,11 +159,7 @@ class CommitLimits(TypedDict, total=False):
 
 
 class Recording(LedgerPart):
-    """Exchanges and feedback come in, and are committed for training.
-
-    `ticks` are seconds that nobody sets, and that stand still while the machine sleeps. `any_reply`: whether the method
-    takes replies that are no samples of the policy.
-    """
+    """Exchanges and feedback come in, and are committed; `any_reply`: the method takes what is no sample."""
 
     def __init__(
         self,
@@ -351,17 +344,10 @@ class Recording(LedgerPart):
             now = self._clock()
             given = {f"its_{name}": value for name, value in limits.items() if value is not None}
             names, values = frozenset(given), {**given, "its_tenant": tenant, "now": now}
-            rule = self._rewards.rule
-            if rule.default is not None and rule.attribution_window is not None:
-                # What had no feedback until its window closed.
-                recorded = update(experiences).where(experiences.c.state == State.RECORDED, _limited_to(names))
-                rewarding = recorded.where(experiences.c.sampled_at < now - rule.attribution_window).values(
-                    reward=rule.default,
-                    rewarded_at=experiences.c.sampled_at + rule.attribution_window,
-                    reward_rule=self._rewards.rule_id(connection),
-                    state=State.REWARDED,
-                )
-                connection.execute(rewarding, values)
+            if (rewarding := self._rewards.by_default(connection)) is not None:
+                closed, given_by_default = rewarding
+                those = update(experiences).where(closed, _limited_to(names))
+                connection.execute(those.values(given_by_default), values)
             return connection.execute(_committing(names), values).rowcount
 
     def _date_records(self, records: Sequence[Record]) -> list[Record]:
@@ -387,10 +373,7 @@ class Recording(LedgerPart):
     def recompute_rewards(
         self, *, dry_run: bool = False, examined: Callable[[int], object] = lambda count: None
     ) -> RecomputeResult:
-        """Recompute the rewards of what is not trained yet from the feedback, under the present rule.
-
-        A transaction for each portion, so that others can write meanwhile; `examined` is called with its size.
-        """
+        """Recompute rewards of what is not trained yet, a portion in a transaction, whose size `examined` is told."""
         replies = changed = 0
         last = ""
         of_files = select(reward_rules.c.id).where(reward_rules.c.definition == OF_A_FILE)
@@ -429,10 +412,7 @@ _LABELS = union(
 
 
 class _Subjects(NamedTuple):
-    """The replies with rows that feedback bears on, and the advisory locks to hold alone and to share.
-
-    `read`: whether what others record meanwhile may add to them.
-    """
+    """Replies with rows that feedback bears on, locks to hold alone and to share; `read`: others may add to them."""
 
     rows: set[str]
     own: set[int]
@@ -441,10 +421,7 @@ class _Subjects(NamedTuple):
 
 
 def _wait_for_others(connection: Connection, records: Sequence[Record]) -> None:
-    """Until this transaction ends, let nobody else record what may decide the same rewards.
-
-    Raises Deadlock if others made the records bear on more meanwhile: who adds locks to those held may wait for ever.
-    """
+    """Let nobody else record what may decide the same rewards. Raises Deadlock if others made these more."""
     if connection.dialect.name != "postgresql":
         return
     alone(connection, "record", shared=True)
@@ -499,10 +476,7 @@ def _runs_with_lost_calls(connection: Connection, recorded: Iterable[Exchange]) 
 
 
 def _drop_retried(connection: Connection, recorded: Sequence[Exchange]) -> None:
-    """Drop what these calls are asked again of: the call of their run before them, if its request is the same.
-
-    One about which something was said has reached its client. Without a run there is no reward to share.
-    """
+    """Drop the call before them that these ask again; one with feedback has reached its client, and stays."""
     for each in recorded:
         if not each.is_retry or each.task_id is None or each.run_id is None:
             continue

@@ -25,7 +25,6 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
-    text,
     true,
     tuple_,
     update,
@@ -42,13 +41,12 @@ from tuneloop.shared.experience import (
     decode,
     person_behind,
 )
-from tuneloop.shared.ledger.recording.rewards import Rewards, Trajectory, replies_of
+from tuneloop.shared.ledger.recording.rewards import RewardsPart, Trajectory, replies_of
 from tuneloop.shared.ledger.storage.database import (
-    LedgerPart,
-    Transactions,
     Utf8Text,
     alone,
     is_among,
+    literally,
     portions,
     put,
     translating_errors,
@@ -82,11 +80,7 @@ def without_erased(
     deleted: Iterable[str] = (),
     hidden: Callable[[str], str] = lambda name: name,
 ) -> Iterator[Record]:
-    """The records but those of an erased person that were received before that: exchanges, and feedback by them.
-
-    Feedback about such an exchange goes too, where the exchange comes before it, or is among the `deleted`. `hidden` is
-    what else a person of a name may be called among the erased.
-    """
+    """The records but those of an erased person, and feedback about them; `hidden` makes their pseudonym."""
     gone = set(deleted)
 
     def are_of_erased(record: Record, name: str | None) -> bool:
@@ -173,8 +167,7 @@ PURGEABLE = (State.TRAINED, State.RECORDED, State.REWARDED, State.EXPIRED, State
 #: Experiences that are deleted in one transaction.
 PORTION = 2000
 
-# Not a comparison with a parameter: the partial index would not be used.
-_PENDING: ColumnElement[bool] = text(f"outcome = '{Outcome.PENDING}'")  # type: ignore[assignment]
+_PENDING = literally(f"outcome = '{Outcome.PENDING}'")
 
 # What is kept of an exchange that was deleted with its person, beside its id.
 _DELETED = exchanges.c.tenant, exchanges.c.received_at
@@ -191,10 +184,7 @@ class PurgeResult(NamedTuple):
 
 
 class ErasureResult(NamedTuple):
-    """What a person's deletion came to; `trained`: how many of their experiences each version was trained on.
-
-    `labels`: the names of the tasks and the runs of their requests.
-    """
+    """What a person's deletion came to: `trained` by version, `labels` of tasks and runs."""
 
     msg_ids: frozenset[str]
     experiences: int
@@ -223,11 +213,7 @@ def bounds_of_tenants(settings: Settings) -> dict[str, dict[State, float]]:
     return {name: bounds_of(Bounds.model_validate(common | own)) for name, own in named.items() if own}
 
 
-class Retention(LedgerPart):
-    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
-        super().__init__(transactions)
-        self._rewards = rewards
-
+class Retention(RewardsPart):
     def purge(
         self,
         bounds: Mapping[State, float],
@@ -309,10 +295,7 @@ class Retention(LedgerPart):
         return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())), labels)
 
     def erase_line(self, tenant: str, file_id: str, line: int, *, dry_run: bool = False) -> ErasureResult:
-        """Delete what fine-tuning jobs have made of a line of a tenant's file: rows of it, and replies to its prompt.
-
-        Names of exchanges, or of tasks, begin with the file and the line.
-        """
+        """Delete what jobs have made of a line of a file: exchanges and tasks whose names begin with both."""
         prefix = f"{file_id}:{line}:"
 
         def begins(column: ColumnElement[str]) -> ColumnElement[bool]:

@@ -58,10 +58,7 @@ class Event(NamedTuple):
 
 
 class Reward(NamedTuple):
-    """A reward, when the last feedback that counts came, and the id of the event with the edited answer that stands.
-
-    `value` is None for a reply that was edited and not rated.
-    """
+    """A reward, when its last feedback came, and the edit that stands; `value` None: edited and not rated."""
 
     value: float | None
     at: float
@@ -119,10 +116,7 @@ def definition(rule: RewardRule) -> str:
 
 
 def rule_of(text: str) -> RewardRule:
-    """The rule of a `definition`. One that says nothing of how raters are aggregated is older than the median.
-
-    Older rules could also give edited answers a value.
-    """
+    """The rule of a `definition`; those written before there was the median, or with edits' values, too."""
     values = {"aggregate": "mean", "unfinished_runs": "count"} | json.loads(text)
     values.pop("demonstration_value", None)
     return RewardRule.model_validate(values)
@@ -390,11 +384,7 @@ def similarity(reply: str, answer: str) -> float:
 
 
 def _distance(one: Sequence[str], other: Sequence[str]) -> int:
-    """The fewest insertions, deletions and replacements that make one of the other (Levenshtein).
-
-    Myers (1999), as Hyyrö (2003) has it: a column of the table of costs is two numbers, whose bits say where it rises
-    and falls.
-    """
+    """The Levenshtein distance by Myers' bits (1999), as Hyyrö (2003) has it: where costs rise and fall."""
     if not one or not other:
         return len(one) + len(other)
     places: dict[str, int] = {}

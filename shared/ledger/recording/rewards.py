@@ -10,7 +10,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, and_, bindparam, case, func, insert, or_, select, tuple_, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, case, func, insert, or_, select, tuple_, update
 
 from tuneloop.shared.experience import Kind, Outcome, Rater, State, TrustedRaters, rater_of, steady_clock, voice_of
 from tuneloop.shared.ledger.recording.reward_rule import (
@@ -33,7 +33,7 @@ from tuneloop.shared.ledger.recording.reward_rule import (
     unfinished_among,
     without_quarantined,
 )
-from tuneloop.shared.ledger.storage.database import ignoring, is_among, portions
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, ignoring, is_among, portions
 from tuneloop.shared.ledger.storage.schema import experiences, feedback, reward_rules
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -102,10 +102,7 @@ _ROWS = _UNLOCKED_ROWS.with_for_update()
 
 
 class Change(NamedTuple):
-    """A row, and its reward by its feedback; None: it has none any more.
-
-    `similarity`: how alike it and its edited answer are, if it has one.
-    """
+    """A row, its reward by its feedback (None: it has none any more), and how alike it and its edited answer are."""
 
     row: RewardRow
     reward: Reward | None
@@ -113,10 +110,7 @@ class Change(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What feedback changes about some replies: labels they lacked, rewards, trained rows to repeat, outcomes.
-
-    `read`: the rows and events that it was decided by.
-    """
+    """What feedback changes: labels, rewards, trained rows to repeat, outcomes; and what was `read` for it."""
 
     labels: list[RewardRow]
     changes: list[Change]
@@ -181,11 +175,7 @@ class FeedbackHistory(NamedTuple):
 def read_history(
     connection: Connection, msg_id: str, rule_of_row: Callable[[int], RewardRule], trusted: TrustedRaters
 ) -> dict[int, FeedbackHistory]:
-    """The feedback about each row of a reply, by the rows' ids.
-
-    A row that is leased or trained on has the reward of what the ledger had by then: of the events that it took first,
-    as many as make its reward.
-    """
+    """The feedback about each row of a reply; one that is leased or trained has the reward of events by then."""
     _, rows, events = _read(connection, [msg_id], trusted, _UNLOCKED_ROWS)
     found = {}
     for row in rows:
@@ -296,10 +286,7 @@ def _read(
 
 
 class RowEvents:
-    """The feedback about some rows: each event once, in the order in which they count.
-
-    Those that are not `bearing` on any row have an outcome all the same.
-    """
+    """The feedback about some rows, each event once, in order; those not `bearing` on any row have an outcome too."""
 
     def __init__(
         self,
@@ -368,10 +355,7 @@ def retracted_preferences(events: Sequence[Any]) -> Iterator[int]:
 
 
 def event_order(event: Any) -> tuple[float, int]:
-    """The order in which events count: when each was last said by the ledger's time, those of one moment by their ids.
-
-    What comes in late, from an outbox that was away, has its place all the same.
-    """
+    """When each was last said by the ledger's time, then by id: what comes in late has its place all the same."""
     return max(event.received_at, event.repeated_at or event.received_at), event.id
 
 
@@ -505,10 +489,7 @@ class Rewards:
         return decided
 
     def compute_corrected(self, connection: Connection, msg_ids: Collection[str]) -> None:
-        """Let those of the replies that were corrected while they were leased take their rewards now.
-
-        Each under the rule that made its reward: a trainer's settings need not name it.
-        """
+        """Let replies that were corrected while leased take their rewards, each under the rule that made its reward."""
         # Those of the replies about which feedback came too late.
         late = feedback.c.outcome == Outcome.LATE
         found: set[str] = set()
@@ -540,6 +521,16 @@ class Rewards:
     def rule_id(self, connection: Connection) -> int:
         return id_of_rule(connection, definition(self.rule), now=self._clock())
 
+    def by_default(self, connection: Connection) -> tuple[ColumnElement[bool], dict[str, Any]] | None:
+        """Which rows have had no feedback until their window closed, and what they get; None where they get nothing."""
+        default, window = self.rule.default, self.rule.attribution_window
+        if default is None or window is None:
+            return None
+        sampled_at = experiences.c.sampled_at
+        closed = and_(experiences.c.state == State.RECORDED, sampled_at < self._clock() - window)
+        given = {"reward": default, "rewarded_at": sampled_at + window, "reward_rule": self.rule_id(connection)}
+        return closed, given | {"state": State.REWARDED}
+
     def release(self, connection: Connection, which: Any) -> None:
         """End leases. What was corrected meanwhile takes its reward now."""
         leased = select(experiences.c.id, experiences.c.msg_id).where(experiences.c.state == State.LEASED, which)
@@ -563,10 +554,7 @@ def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
 
 
 def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tuple[RewardRule, list[str]]]:
-    """The rewarded ones of the replies by the rule that made their rewards.
-
-    Those that were rewarded without feedback come under the newest rule: they have some since.
-    """
+    """The rewarded replies by the rule of their rewards; those rewarded without feedback come under the newest rule."""
     by_rule: defaultdict[int, list[str]] = defaultdict(list)
     for portion in portions(msg_ids):
         query = select(experiences.c.msg_id, func.max(experiences.c.reward_rule)).group_by(experiences.c.msg_id)
@@ -584,3 +572,11 @@ def rules_of(connection: Connection, msg_ids: Collection[str]) -> dict[int, tupl
         if chosen is not None:
             found.setdefault(chosen, (rule_of(definitions[chosen]), []))[1].extend(replies)
     return found
+
+
+class RewardsPart(LedgerPart):
+    """Verbs after which rewards may be others."""
+
+    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
+        super().__init__(transactions)
+        self._rewards = rewards

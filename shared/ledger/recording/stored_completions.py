@@ -1,7 +1,4 @@
-"""Stored completions: OpenAI's object of an exchange, its tags, and the verbs that list, look at, relabel and delete.
-
-Fields of a request that are only passed on stay the JSON that they were.
-"""
+"""Stored completions: OpenAI's object of an exchange, its tags, and verbs to list, get, relabel and delete."""
 
 import hashlib
 import json
@@ -38,9 +35,9 @@ from tuneloop.shared.ledger.recording.retention import (
     mark_deleted,
     regroup,
 )
-from tuneloop.shared.ledger.recording.rewards import Rewards
+from tuneloop.shared.ledger.recording.rewards import RewardsPart
 from tuneloop.shared.ledger.storage import codec
-from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, put
+from tuneloop.shared.ledger.storage.database import alone, put
 from tuneloop.shared.ledger.storage.schema import changed_metadata, deletions, exchanges, experiences, feedback, tags
 
 #: OpenAI's bounds of metadata.
@@ -259,11 +256,7 @@ class Deletion(StrEnum):
     LEASED = "leased"  # the trainer is learning from it: nothing was changed
 
 
-class StoredCompletions(LedgerPart):
-    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
-        super().__init__(transactions)
-        self._rewards = rewards
-
+class StoredCompletions(RewardsPart):
     def cursor_of(self, tenant: str, msg_id: str) -> PageCursor | None:
         """Where a completion stands in the list, or stood until it was deleted."""
         for table in (exchanges, deletions):

@@ -67,10 +67,7 @@ def open_snapshot(url: str, *, schema: str) -> Iterator[Snapshot]:
 
 
 def load(url: str, *, schema: str, source: Path, base: Path, folder: Path) -> None:
-    """Fill an empty database from such a file, and bring it to the newest schema; one that is filled is left alone.
-
-    Its versions lie in `folder` then, the base model at `base`. Raises EnvironmentRefused without pg_restore.
-    """
+    """Fill an empty database from such a file, upgrade it, and move its versions. Raises EnvironmentRefused."""
     if revisions.current(url, schema=schema) is None:
         if parse_url(url).get_backend_name() == "sqlite":
             target = Path(str(parse_url(url).database))

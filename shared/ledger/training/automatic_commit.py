@@ -9,16 +9,20 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, text, tuple_, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, or_, select, tuple_, update
 
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, Rewards
-from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, portions
+from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, RewardsPart
+from tuneloop.shared.ledger.storage.database import literally, portions
 from tuneloop.shared.ledger.storage.schema import REWARDED, experiences, feedback
 from tuneloop.shared.ledger.training.groups import (
+    COLUMNS,
     BatchRules,
+    Key,
     connected_sets,
     ends_of,
+    key_of,
+    run_of,
     standing_preferences,
     takable,
 )
@@ -29,21 +33,12 @@ QUIET_S, AT_LATEST_S = 30.0, 300.0
 #: Rows that are looked at in one transaction.
 PAGE = 1000
 
-#: Not a comparison with a parameter: then the planner would not see that the partial index applies.
-_REWARDED: ColumnElement[bool] = text(REWARDED)  # type: ignore[assignment]
+_REWARDED = literally(REWARDED)
 #: No comparison of the column itself: SQLite would read all rows in these states, and not those of a run.
 _STATE = func.coalesce(experiences.c.state, "")
 _UNGROUPED = or_(
     _STATE.in_((State.RECORDED, State.REWARDED)),
     and_(_STATE == State.COMMITTED, experiences.c.group_id.is_(None)),
-)
-
-_COLUMNS = tuple(
-    experiences.c[name]
-    for name in (
-        *("id", "policy", "tenant", "task_id", "run_id", "msg_id", "choice", "state", "unsampled", "reward"),
-        *("sampled_at", "rewarded_at", "correction"),
-    )
 )
 
 #: Where a look ended: when a row was rewarded, and its id.
@@ -70,12 +65,8 @@ def due_at(events: Iterable[float], rewarded_at: float) -> float:
     return min(max(times) + QUIET_S, min(times) + AT_LATEST_S)
 
 
-class AutomaticCommit(LedgerPart):
+class AutomaticCommit(RewardsPart):
     """The verbs that commit what is due. Whoever calls them, however often, commits the same rows."""
-
-    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
-        super().__init__(transactions)
-        self._rewards = rewards
 
     def is_due(self, policies: Collection[int]) -> bool:
         """Whether a row of these policies may be due, or gets the default reward; changes nothing."""
@@ -92,33 +83,20 @@ class AutomaticCommit(LedgerPart):
 
     def reward_by_default(self) -> int:
         """Give a page of rows `reward.default` whose window closed without feedback; how many."""
-        rule = self._rewards.rule
-        if rule.default is None or rule.attribution_window is None:
-            return 0
         with self._write() as connection:
-            closed = and_(
-                experiences.c.state == State.RECORDED,
-                experiences.c.sampled_at < self._clock() - rule.attribution_window,
-            )
+            if (rewarding := self._rewards.by_default(connection)) is None:
+                return 0
+            closed, values = rewarding
             page = select(experiences.c.id).where(closed).order_by(experiences.c.sampled_at).limit(PAGE)
-            rewarding = update(experiences).where(experiences.c.id.in_(page), closed)
-            values = {
-                "reward": rule.default,
-                "rewarded_at": experiences.c.sampled_at + rule.attribution_window,
-                "reward_rule": self._rewards.rule_id(connection),
-                "state": State.REWARDED,
-            }
-            return connection.execute(rewarding.values(values)).rowcount
+            those = update(experiences).where(experiences.c.id.in_(page), closed)
+            return connection.execute(those.values(values)).rowcount
 
     def commit_due(self, rules: BatchRules, after: Place | None = None) -> Look:
-        """Commit what is due of a policy, of the rows after that place, at most PAGE of them and what goes with them.
-
-        Rows whose groups wait do not stand in the way of later ones: these are behind the place that is returned.
-        """
+        """Commit what is due of a policy, of at most PAGE rows after that place and what goes with them."""
         with self._write() as connection:
             now = self._clock()
             place = tuple_(experiences.c.rewarded_at, experiences.c.id)
-            query = select(*_COLUMNS).where(_REWARDED, experiences.c.policy == rules.policy, _due(now))
+            query = select(*COLUMNS).where(_REWARDED, experiences.c.policy == rules.policy, _due(now))
             if after is not None:
                 query = query.where(place > after)
             order = experiences.c.rewarded_at, experiences.c.id
@@ -179,20 +157,13 @@ def _due_and_timed_out(
 def _find_named_groups(connection: Connection, page: Sequence[Any], rules: BatchRules, now: float) -> Iterator[_Group]:
     """The groups of `group_by` run and task, begun in a page, that may go: complete or timed out."""
 
-    def key_of(row: Any) -> tuple[str, ...]:
-        if row.task_id is None:
-            return row.tenant, row.msg_id, "reply"
-        if rules.group_by == "task":
-            return row.tenant, row.task_id
-        return row.tenant, row.task_id, row.msg_id if row.run_id is None else row.run_id, "run"
-
     found = [row for row in page if row.task_id is None]  # the choices of one reply
-    ones: dict[tuple[str, ...], dict[tuple[str, ...], int]] = {}
+    ones: dict[tuple[str, ...], dict[Key, int]] = {}
     for row in page:
         if row.task_id is not None:
             names: tuple[str, ...] = ("msg_id",) if row.run_id is None else TRAJECTORY
             names = TRAJECTORY[:2] if rules.group_by == "task" else names
-            ones.setdefault(names, {}).setdefault(key_of(row), row.id)
+            ones.setdefault(names, {}).setdefault(key_of(row, rules), row.id)
     # By one row of each group, so that its others are found in an index: for a list of names SQLite reads all rows.
     for group, begun in ones.items():
         for few in portions([*begun.values()]):
@@ -200,10 +171,10 @@ def _find_named_groups(connection: Connection, page: Sequence[Any], rules: Batch
             its = select(*columns).where(experiences.c.id.in_(few)).subquery("begun")
             same = and_(*(experiences.c[name] == its.c[f"its_{name}"] for name in group))
             taken = experiences.c.task_id.is_not(None), _UNGROUPED, takable(rules)
-            found += connection.execute(select(*_COLUMNS).join_from(its, experiences, same).where(*taken))
-    groups: dict[tuple[str, ...], list[Any]] = defaultdict(list)
+            found += connection.execute(select(*COLUMNS).join_from(its, experiences, same).where(*taken))
+    groups: dict[Key, list[Any]] = defaultdict(list)
     for row in found:
-        groups[key_of(row)].append(row)
+        groups[key_of(row, rules)].append(row)
     grouped = {row.id for row in found}
     yield [row for row in page if row.id not in grouped]  # no batch takes them: they wait for nobody
     rewarded = {row.id for rows in groups.values() for row in rows if row.state == State.REWARDED}
@@ -212,14 +183,10 @@ def _find_named_groups(connection: Connection, page: Sequence[Any], rules: Batch
         mine = [row for row in rows if row.state == State.REWARDED]
         ids = {row.id for row in mine}
         enough = rules.group_size if rules.group_by == "task" and rows[0].task_id is not None else 1
-        runs_there = {_run_of(row) for row in rows if row.state != State.RECORDED}
+        runs_there = {run_of(row) for row in rows if row.state != State.RECORDED}
         is_complete = len(runs_there) >= enough and not _has_open_end(rows, rules)
         if (is_complete and ids <= due) or ids & timed_out:
             yield mine
-
-
-def _run_of(row: Any) -> str:
-    return f"{row.msg_id}:{row.choice}" if row.run_id is None else str(row.run_id)
 
 
 def _has_open_end(rows: Sequence[Any], rules: BatchRules) -> bool:
@@ -229,9 +196,9 @@ def _has_open_end(rows: Sequence[Any], rules: BatchRules) -> bool:
     results: dict[str, float] = {}
     for row in rows:
         if row.state != State.RECORDED and row.correction == 0:
-            results[_run_of(row)] = max(row.sampled_at, results.get(_run_of(row), row.sampled_at))
+            results[run_of(row)] = max(row.sampled_at, results.get(run_of(row), row.sampled_at))
     waiting = (row for row in rows if row.state == State.RECORDED)
-    return any(row.run_id is None or row.sampled_at >= results.get(_run_of(row), 0.0) for row in waiting)
+    return any(row.run_id is None or row.sampled_at >= results.get(run_of(row), 0.0) for row in waiting)
 
 
 def _find_preference_groups(

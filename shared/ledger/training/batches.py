@@ -1,19 +1,12 @@
-"""Which committed rows the next batch is made of: by order, by group, with a fair share for each tenant.
+"""Which committed rows the next batch is made of: by order, by group, with a fair share for each tenant and rater.
 
-A claim reads only as many rows as it takes from each tenant that has some waiting, whatever else waits. Everything here
-runs inside a transaction of the ledger, under the trainer's epoch.
+A claim reads only as many rows as it takes from each tenant that has some waiting. Everything here runs inside a
+transaction of the ledger, under the trainer's epoch. What waits beyond the backlog's bound is set aside between
+versions only: what no version contains yet is leased again after a crash, in the same order.
 
-What waits beyond the backlog's bound is set aside between versions only: what no version contains yet is leased again
-after a crash, in the same order. Methods that learn from any reply learn the same from an old one.
-
-How much one rater's word weighs: beside others' about the same reply, and in a batch.
-
-Who says more than most others in the newest feedback, or less, weighs less where others spoke too. In a batch no rater
-has more than its share: a row's reward is shared by those who said it, by their weights, and what is beyond the share
-waits. The application's own word, which names no source, and that of trusted raters is not limited; nor is anybody's
-before there are so many raters that each can have a share. All names that are used with one key are one rater here.
-
-The edited answers of replies, unless they were retracted.
+Who says more than most others in the newest feedback, or less, weighs less where others spoke too, and has no more than
+its share of a batch. The application's own word and that of trusted raters is not limited; nor is anybody's before
+there are so many raters that each can have a share. All names that are used with one key are one rater here.
 """
 
 import math
@@ -41,8 +34,8 @@ from sqlalchemy import (
 
 from tuneloop.shared.experience import KEY_SOURCE, Kind, Rater, RaterState, State, rater_of, voice_of
 from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
-from tuneloop.shared.ledger.recording.rewards import event_order, rules_of, weighted_rewards
-from tuneloop.shared.ledger.storage.database import portions
+from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, event_order, rules_of, weighted_rewards
+from tuneloop.shared.ledger.storage.database import literally, portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, RATED, experiences, feedback, raters
 from tuneloop.shared.ledger.training.groups import BatchRules, gather, of_policy, takable, young
 
@@ -53,7 +46,6 @@ WINDOW = 4
 #: Why a row is dropped.
 REASON = "its rater has more of the waiting feedback than feedback.max_rater_share lets into batches"
 
-_TRAJECTORY = ("tenant", "task_id", "run_id")
 
 #: The voters, by `voter_of`: other names of sources with a key are of raters of whom something was decided.
 _IS_VOTER = or_(~raters.c.name.startswith(KEY_SOURCE), raters.c.name.like(f"{KEY_SOURCE}%/"))
@@ -91,11 +83,7 @@ def _enough(rules: BatchRules) -> int:
 def within_shares(
     connection: Connection, units: Sequence[Unit], rules: BatchRules, size: int, *, held: Collection[int] = ()
 ) -> list[Unit]:
-    """The first units, of `size` rows at least if there are so many, in which no rater has more than its share.
-
-    The ids `held` are rows that the batch has already: they count as some of the `size`. A rater may have one unit
-    whatever its size. If there are still not enough in a full window, the older half of the rest is dropped.
-    """
+    """The first units, of `size` rows at least, `held` ones included, in which no rater has more than its share."""
     ids = [*held, *(row for unit in units for row in unit.rows)]
     shares = _Shares(_words(connection, ids, rules), rules, size)
     shares.hold(held)
@@ -185,18 +173,15 @@ def _parts(words: Mapping[int, Mapping[Rater, float]], unit: Unit) -> dict[Rater
 
 
 def _words(connection: Connection, ids: Collection[int], rules: BatchRules) -> dict[int, dict[Rater, float]]:
-    """Whose feedback counts for the reward of each of the rows, and how much each of them weighs.
-
-    Of nobody's word but a trusted rater's, where one spoke.
-    """
-    names = select(*(experiences.c[name] for name in ("id", "msg_id", *_TRAJECTORY)))
+    """Whose feedback counts for each row's reward, and how much; nobody's but a trusted rater's, where one spoke."""
+    names = select(*(experiences.c[name] for name in ("id", "msg_id", *TRAJECTORY)))
     rows = [row for some in portions(ids) for row in connection.execute(names.where(experiences.c.id.in_(some)))]
-    columns = select(*(feedback.c[name] for name in ("msg_id", *_TRAJECTORY, "source"))).distinct()
+    columns = select(*(feedback.c[name] for name in ("msg_id", *TRAJECTORY, "source"))).distinct()
     events: list[Any] = []
     for some in portions({row.msg_id for row in rows}):
         events += connection.execute(columns.where(feedback.c.msg_id.in_(some)))
     runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
-    named = tuple_(*(feedback.c[name] for name in _TRAJECTORY))
+    named = tuple_(*(feedback.c[name] for name in TRAJECTORY))
     for few in portions(runs, of=3):
         events += connection.execute(columns.where(feedback.c.msg_id.is_(None), named.in_(few)))
     by_target: dict[object, set[Rater]] = defaultdict(set)
@@ -213,12 +198,7 @@ def _words(connection: Connection, ids: Collection[int], rules: BatchRules) -> d
 
 
 def _weights(connection: Connection, rules: BatchRules) -> Callable[[Rater], float]:
-    """How much each voice weighs, from 0 to 1: less, in proportion, the more or the less it says than most.
-
-    Most: the median, in the newest feedback of its tenant, of the voices that spoke more than once, or where these are
-    few of all. So who rates every reply counts like who rates as many as others, and names that are used once do not
-    outvote those who stay.
-    """
+    """How much each voice weighs, from 0 to 1: less, the more or less it says than its tenant's median voice."""
     counts: dict[str, Counter[Rater]] = defaultdict(Counter)
     for tenant, source in connection.execute(_NEWEST):
         if (tenant, source or "") not in rules.trusted_raters:
@@ -239,15 +219,8 @@ def _voice(rater: Rater) -> Rater:
     return rater[0], voice_of(rater[1])
 
 
-_RUN = ("tenant", "task_id", "run_id")
-
-
 def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str]:
-    """The latest edited answer of each of these rows of `experiences` that has one, by its id.
-
-    As everywhere, an event without a choice is about all of them, one without a `msg_id` about every reply of its run
-    that has no edited answer of its own.
-    """
+    """The latest edited answer of each row that has one; one about a run is of its replies without one of their own."""
     about: dict[object, list[Any]] = defaultdict(list)
     for event in sorted(without_quarantined(connection, [*_edits_about(connection, rows)]), key=event_order):
         about[event.msg_id or _run(event)].append(event)
@@ -271,7 +244,7 @@ def _edits_about(connection: Connection, rows: Sequence[Any]) -> Iterator[Any]:
     of_these = select(feedback).where(feedback.c.kind.in_((Kind.DEMONSTRATION, Kind.RETRACTION)))
     for portion in portions({row.msg_id for row in rows}):
         yield from connection.execute(of_these.where(feedback.c.msg_id.in_(portion)))
-    named = tuple_(*(feedback.c[name] for name in _RUN))
+    named = tuple_(*(feedback.c[name] for name in TRAJECTORY))
     for few in portions({_run(row) for row in rows if None not in _run(row)}, of=3):
         yield from connection.execute(of_these.where(feedback.c.msg_id.is_(None), named.in_(few)))
 
@@ -280,8 +253,7 @@ def _run(row: Any) -> tuple[str, str | None, str | None]:
     return row.tenant, row.task_id, row.run_id
 
 
-#: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
-_COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+_COMMITTED = literally(COMMITTED)
 
 #: The tenants that have rows waiting: one look into the index for each, where DISTINCT would read every row.
 TENANTS = f"""
@@ -326,10 +298,7 @@ def expire(connection: Connection, rules: BatchRules, *, newest: int) -> None:
 
 
 def claim(connection: Connection, rules: BatchRules, size: int, held: Collection[int] = (), *, now: float) -> list[int]:
-    """The ids of the next batch, of `size` rows, or of whole groups of at least so many, that are not `held` already.
-
-    If there are not enough, none; or, after `batch_timeout`, what there is.
-    """
+    """The next batch's ids, `size` rows or more with those `held`; none if too few, before `batch_timeout`."""
     if not rules.any_reply:
         # Drop what is no sample of the policy, with the reason; what is left of its group is gathered again.
         rows = connection.execute(by_index(UNSAMPLED, connection.dialect.name, rules)).all()

@@ -48,10 +48,7 @@ class FileRow(NamedTuple):
 
 
 class TakenLines(NamedTuple):
-    """How far a file was taken before and after these rows, in lines of all epochs, and what is to be told of them.
-
-    `tokens` are those of the rows.
-    """
+    """How far a file was taken before and after these rows, in lines of all epochs; the `tokens` of the rows."""
 
     before: int
     after: int
@@ -63,10 +60,7 @@ class TakenLines(NamedTuple):
 class FileRows(LedgerPart):
     @again_after_deadlock
     def take(self, epoch: int, job: Job, taken: TakenLines) -> bool:
-        """Keep the rows of some lines, committed; a job that was queued is running then.
-
-        False, and nothing is kept, if the job is not queued or running any more, or its file was taken further.
-        """
+        """Keep rows of some lines, committed; the job runs then. False if it is over, or its file was taken further."""
         now = self._clock()
         with self._write() as connection:
             fence(connection, epoch)
@@ -110,10 +104,7 @@ class FileRows(LedgerPart):
 
     @again_after_deadlock
     def release(self, msg_ids: Collection[str], *, without_tokens: str) -> int:
-        """Commit imported replies, to be learnt by the default policy; how many. What has no feedback is rewarded.
-
-        `without_tokens` is the reason of those that were set aside for they have no token ids.
-        """
+        """Commit imported replies for the default policy; how many. `without_tokens`: why some were dropped."""
         now, released = self._clock(), 0
         with self._write() as connection:
             of_file = {"reward": _REWARD, "rewarded_at": now, "reward_rule": id_of_rule(connection, OF_A_FILE, now=now)}

@@ -3,11 +3,6 @@
 Everything here runs inside a transaction of the ledger, under the trainer's epoch. A group is named by `group_id`, the
 smallest id of its rows, as soon as it is complete, or, with what there is, `group_timeout` seconds after the first of
 its rows was committed. What is alone by then is no group: it expires.
-
-How batches are taken, as the settings say it.
-
-The calls of a run: how many there are, which become one sequence in training, the tokens that this saves, and why the
-others do not.
 """
 
 import json
@@ -24,7 +19,7 @@ from tuneloop.shared.experience import Int32s, State, TrustedRaters
 from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
 from tuneloop.shared.ledger.storage.codec import from_blob, unpack_text
-from tuneloop.shared.ledger.storage.database import LedgerPart, portions
+from tuneloop.shared.ledger.storage.database import LedgerPart, literally, portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, exchanges, experiences, feedback, versions
 from tuneloop.shared.ledger.training.run_results import gather_whole, lock_rows, waiting_runs, without_results
 from tuneloop.shared.ledger.versions.versions import SERVABLE
@@ -107,11 +102,7 @@ C = TypeVar("C", bound=_Call)
 
 
 def merge_calls(calls: Iterable[C]) -> list[list[C]]:
-    """The sequences of a run's calls, which come in the order in which they were sampled.
-
-    A call whose prompt begins with all tokens of an earlier call's prompt and reply continues it; the longest such
-    sequence where there are several.
-    """
+    """The sequences of a run's calls: a call continues the longest whose tokens begin its prompt."""
     sequences: list[list[C]] = []
     histories: list[Int32s] = []
     for call in sorted(calls, key=lambda each: len(each.prompt_ids)):
@@ -167,10 +158,7 @@ class _Asked(NamedTuple):
 
 
 def find_breaks(calls: Sequence[_Asked]) -> Iterator[str]:
-    """Why calls of a run, in the order in which they were sampled, do not continue those before them.
-
-    A call is compared with the one before with which it has the most tokens in common.
-    """
+    """Why calls of a run, as sampled, do not continue those before them; each is compared with the most alike one."""
 
     def in_common(one: Int32s, other: Int32s) -> int:
         size = min(len(one), len(other))
@@ -239,36 +227,32 @@ def _of_run(tenant: str, task_id: str, run_id: str) -> tuple[ColumnElement[bool]
     return experiences.c.tenant == tenant, experiences.c.task_id == task_id, experiences.c.run_id == run_id
 
 
-#: Not a comparison with a parameter: then the planner would not see that the partial indexes apply.
-_COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+_COMMITTED = literally(COMMITTED)
 
 _NOT_EDITED: ColumnElement[bool] = text(f"NOT ({EDITED})")  # type: ignore[assignment]
 
-_COLUMNS = tuple(
+COLUMNS = tuple(
     experiences.c[name]
     for name in (
-        "id",
-        "policy",
-        "tenant",
-        "task_id",
-        "run_id",
-        "msg_id",
-        "choice",
-        "state",
-        "committed_at",
-        "group_id",
-        "unsampled",
-        "reward",
-        "reward_rule",
-        "sampled_at",
-        "rewarded_at",
-        "correction",
+        *("id", "policy", "tenant", "task_id", "run_id", "msg_id", "choice", "state", "committed_at", "group_id"),
+        *("unsampled", "reward", "reward_rule", "sampled_at", "rewarded_at", "correction"),
     )
 )
-
 _EARLY = (State.RECORDED, State.REWARDED)
 
 Key = tuple[str | None, ...]
+
+
+def key_of(row: Any, rules: BatchRules) -> Key:
+    """What the rows of a group by run or task agree in; choices of a reply that names no task are a group."""
+    if row.task_id is None:
+        return row.tenant, row.msg_id
+    run = () if rules.group_by == "task" else (row.msg_id if row.run_id is None else row.run_id,)
+    return row.tenant, row.task_id, *run
+
+
+def run_of(row: Any) -> str:
+    return f"{row.msg_id}:{row.choice}" if row.run_id is None else str(row.run_id)
 
 
 def takable(rules: BatchRules) -> ColumnElement[bool]:
@@ -294,7 +278,7 @@ def young(rules: BatchRules) -> ColumnElement[bool]:
 
 def gather(connection: Connection, rules: BatchRules, *, now: float) -> None:
     """Make groups of the committed rows that are in none yet, as far as they are complete."""
-    alone = select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.is_(None), takable(rules))
+    alone = select(*COLUMNS).where(_COMMITTED, experiences.c.group_id.is_(None), takable(rules))
     rows = without_results(connection, connection.execute(alone.order_by(experiences.c.id)).all())
     if rules.group_by == "preference":
         _gather_the_preferred(connection, rows, rules, now)
@@ -329,19 +313,10 @@ def _join(connection: Connection, groups: Collection[Sequence[Any]]) -> None:
 def _gather_the_named(
     connection: Connection, alone: Sequence[Any], rules: BatchRules, will_do: ColumnElement[bool], now: float
 ) -> None:
-    """A group has enough runs, and none of its replies waits for feedback or a commit any more.
-
-    Where runs are judged by their last call, those before it wait for none, and come along if they `will_do`.
-    """
+    """A group has enough runs, and none waits for feedback; by a result, earlier calls that `will_do` come along."""
     found: dict[Key, list[Any]] = defaultdict(list)
     for row in alone:
-        if row.task_id is None:  # choices of one reply that names no task are a group of their own
-            key: Key = (row.tenant, row.msg_id)
-        elif rules.group_by == "task":
-            key = (row.tenant, row.task_id)
-        else:
-            key = (row.tenant, row.task_id, row.msg_id if row.run_id is None else row.run_id)
-        found[key].append(row)
+        found[key_of(row, rules)].append(row)
     tasks, takes = {(key[0], key[1]) for key in found}, takable(rules)
     if rules.by_result:
         early = waiting_runs(connection, tasks, takes)
@@ -354,7 +329,7 @@ def _gather_the_named(
     enough, least = (rules.group_size, rules.least_runs) if rules.group_by == "task" else (1, 1)
     complete: list[list[Any]] = []
     for key, rows in found.items():
-        runs = len({(row.run_id if row.run_id is not None else f"{row.msg_id}:{row.choice}") for row in rows})
+        runs = len({run_of(row) for row in rows})
         timed_out = now - _since(rows, rules) >= rules.group_timeout
         if (runs >= enough and key not in waiting) or (timed_out and runs >= least):
             complete.append(rows)
@@ -375,17 +350,13 @@ MAX_CONNECTED = 32
 
 
 def _gather_the_preferred(connection: Connection, alone: Sequence[Any], rules: BatchRules, now: float) -> None:
-    """A group is what preferences connect, and none of it waits for its row, for feedback or for a commit any more.
-
-    Preferences that share a reply make one group, up to MAX_CONNECTED rows. One that comes before the group of its
-    reply is taken widens it.
-    """
+    """A group is what preferences connect, up to MAX_CONNECTED rows, none of which waits for anything any more."""
     events = standing_preferences(connection, {row.msg_id for row in alone})
     ends = list(ends_of(connection, events))
     ready = {row.id: row for row in chain(alone, *chain.from_iterable(ends)) if _is(row, (State.COMMITTED,), rules)}
     groups: dict[int, list[int]] = defaultdict(list)
     for portion in portions({row.group_id for row in ready.values()} - {None}):  # those that are gathered already
-        for row in connection.execute(select(*_COLUMNS).where(_COMMITTED, experiences.c.group_id.in_(portion))):
+        for row in connection.execute(select(*COLUMNS).where(_COMMITTED, experiences.c.group_id.in_(portion))):
             groups[row.group_id].append(row.id)
             ready[row.id] = row
     links = list(groups.values())
@@ -440,7 +411,7 @@ def ends_of(connection: Connection, events: Sequence[Any]) -> Iterator[tuple[lis
     names = {name for event in events for name in (event.msg_id, event.other_msg_id)}
     rows: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for portion in portions(names):
-        for row in connection.execute(select(*_COLUMNS).where(experiences.c.msg_id.in_(portion))):
+        for row in connection.execute(select(*COLUMNS).where(experiences.c.msg_id.in_(portion))):
             rows[row.tenant, row.msg_id].append(row)
     for event in events:
         better, worse = rows[event.tenant, event.msg_id], rows[event.tenant, event.other_msg_id]

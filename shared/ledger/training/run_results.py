@@ -9,20 +9,18 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, select, text, tuple_, update
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, func, select, tuple_, update
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.recording.retention import regroup
-from tuneloop.shared.ledger.recording.reward_rule import OF_ITS_RESULT
+from tuneloop.shared.ledger.recording.reward_rule import OF_ITS_RESULT, RUN
 from tuneloop.shared.ledger.recording.rewards import id_of_rule
-from tuneloop.shared.ledger.storage.database import portions
+from tuneloop.shared.ledger.storage.database import literally, portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, reward_rules
 
 Run = tuple[str, str, str | None]
 
-_RUN = tuple(experiences.c[name] for name in ("tenant", "task_id", "run_id"))
-#: Not a comparison with a parameter: then the planner would not see that the partial index applies.
-_COMMITTED: ColumnElement[bool] = text(COMMITTED)  # type: ignore[assignment]
+_COMMITTED = literally(COMMITTED)
 _RECORDED = experiences.c.state == State.RECORDED
 
 #: A repeat of a trained call carries no information about the calls around it.
@@ -44,7 +42,7 @@ def waiting_runs(
     found: set[Run] = set()
     for portion in portions(tasks, of=2):
         of_these = and_(experiences.c.task_id.is_not(None), named.in_(portion), early, which)
-        for row in connection.execute(select(*_RUN, *figures).where(of_these).group_by(*_RUN)):
+        for row in connection.execute(select(*RUN, *figures).where(of_these).group_by(*RUN)):
             alone = row.result is None or row.run_id is None  # without a name each call is a run
             open_end = row.recorded is not None and (alone or row.recorded >= row.result)
             if row.rewarded or open_end:
@@ -113,8 +111,8 @@ def _calls_before(connection: Connection, rows: Sequence[Any], which: ColumnElem
         if None not in run and row.correction == 0 and row.reward is not None:
             results[run] = max(row, results.get(run, row), key=lambda each: (each.sampled_at, each.id))
     for portion in portions(results, of=3):
-        query = select(experiences.c.id, *_RUN, experiences.c.sampled_at)
-        of_these = and_(experiences.c.task_id.is_not(None), tuple_(*_RUN).in_(portion), _RECORDED, which)
+        query = select(experiences.c.id, *RUN, experiences.c.sampled_at)
+        of_these = and_(experiences.c.task_id.is_not(None), tuple_(*RUN).in_(portion), _RECORDED, which)
         for call in connection.execute(query.where(of_these)):
             result = results[call.tenant, call.task_id, call.run_id]
             if call.sampled_at < result.sampled_at:

@@ -10,17 +10,15 @@ from tuneloop.shared.errors import LeaseLost, ParentEnded, StaleEpoch
 from tuneloop.shared.experience import Sample, State, VersionAction, VersionState
 from tuneloop.shared.ledger.policies import Policy, drop_waiting, policy_of, require_there
 from tuneloop.shared.ledger.recording.recording import LEASE_S
-from tuneloop.shared.ledger.recording.rewards import Rewards
+from tuneloop.shared.ledger.recording.rewards import RewardsPart
 from tuneloop.shared.ledger.storage.codec import sample
 from tuneloop.shared.ledger.storage.database import (
-    LedgerPart,
-    Transactions,
     again_after_deadlock,
     alone,
     portions,
 )
 from tuneloop.shared.ledger.storage.job_schema import jobs
-from tuneloop.shared.ledger.storage.schema import COMMITTED, epochs, experiences, versions
+from tuneloop.shared.ledger.storage.schema import COMMITTED, RESTORE, epochs, experiences, experiment, versions
 from tuneloop.shared.ledger.training.batches import Backlog, claim, demonstrations, expire, trim
 from tuneloop.shared.ledger.training.groups import BatchRules
 from tuneloop.shared.ledger.training.run_results import give_all_back, lock_rows
@@ -28,10 +26,7 @@ from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, next_nu
 
 
 class WaitingRows(NamedTuple):
-    """How many committed rows of a policy wait for a batch, as far as they were counted, and the oldest's seconds.
-
-    `job`: the job that has its rows taken from a file, if it is queued or running.
-    """
+    """How many committed rows of a policy wait, as far as counted, the oldest's age, and the job that feeds it."""
 
     policy: Policy
     rows: int
@@ -59,16 +54,8 @@ _WAITING_ROWS = f"""
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
 
-class Training(LedgerPart):
-    """Batches go out to the one trainer, and come back as a version.
-
-    What a deadlock ends, with new feedback about the same rows, is done again: else the trainer would go back to the
-    newest version, and lose its steps since.
-    """
-
-    def __init__(self, transactions: Transactions, rewards: Rewards) -> None:
-        super().__init__(transactions)
-        self._rewards = rewards
+class Training(RewardsPart):
+    """Batches go out to the one trainer, and come back as a version. What a deadlock ends is done again."""
 
     def take_epoch(self, trainer: str) -> int:
         """Become the only trainer: a new epoch, and the leases of all older ones ended."""
@@ -92,11 +79,7 @@ class Training(LedgerPart):
 
     @again_after_deadlock
     def lease(self, epoch: int, size: int, rules: BatchRules, *, held: Collection[int] = ()) -> list[Sample]:
-        """The next `size` committed experiences, or groups of at least so many, claimed for `epoch`.
-
-        The ids `held` are leased already and count as some of the `size`: what is missing is returned. None unless
-        there are enough. What is older than the rules allow expires first.
-        """
+        """The next `size` committed rows, or whole groups, for `epoch`; the `held` count. None unless enough."""
         now = self._clock()
         with self._write() as connection:
             fence(connection, epoch)
@@ -114,11 +97,7 @@ class Training(LedgerPart):
 
     @again_after_deadlock
     def trim(self, epoch: int, rules: BatchRules) -> Backlog:
-        """Let what waits beyond the bound of the rules expire.
-
-        To be called when a version is registered: what the epoch has leased does not wait, but would again after a
-        crash, which may then make other steps than those that were lost.
-        """
+        """Let what waits beyond the bound expire: when a version is registered, so that a crash changes no step."""
         with self._write() as connection:
             fence(connection, epoch)
             return trim(connection, rules)
@@ -259,3 +238,55 @@ def newest_version(connection: Connection, policy: int) -> int:
     """The version of a policy that training goes on from."""
     newest = select(func.max(versions.c.version)).where(versions.c.policy == policy, versions.c.state.in_(SERVABLE))
     return connection.execute(newest).scalar() or 0
+
+
+#: The largest number that the database has room for.
+_LARGEST = (1 << 31) - 1
+
+_NO_MANIFEST = "0" * 64
+
+
+class Numbers(NamedTuple):
+    version: int
+    epoch: int
+
+
+class Restoration(RewardsPart):
+    def begin_anew(self, *, version: int, epoch: int, reason: str, path: Path) -> Numbers:
+        """Give back all leases, and let versions and epochs count on after these; returns where they are then."""
+        now = self._clock()
+        with self._write() as connection:
+            alone(connection, "epochs")
+            newest: int = connection.scalar(select(func.max(versions.c.version))) or 0
+            epoch = max(epoch, 1 + (connection.scalar(select(func.max(epochs.c.epoch))) or 0))
+            if max(epoch, version) >= _LARGEST:
+                raise OverflowError(f"no numbers are left after version {version} and epoch {epoch}")
+            connection.execute(update(epochs).where(epochs.c.ended_at.is_(None)).values(ended_at=now))
+            connection.execute(update(experiment).values(folder=None))  # The next service marks what was restored.
+            restored = {"epoch": epoch, "trainer": RESTORE, "started_at": now, "seen_at": now, "ended_at": now}
+            connection.execute(insert(epochs).values(restored))
+            self._rewards.release(connection, experiences.c.lease_epoch < epoch)
+            give_all_back(connection)
+            if version > newest:
+                decision = Decision(RESTORE, now, reason)
+                connection.execute(
+                    insert(versions).values(
+                        version=version,
+                        state=VersionState.REJECTED,
+                        step=0,
+                        epoch=epoch,
+                        path=str(path),
+                        manifest_sha256=_NO_MANIFEST,
+                        consumed=0,
+                        created_at=decision.at,
+                        reason=decision.reason,
+                    )
+                )
+                note(connection, version, VersionAction.REJECTED, decision)
+        return Numbers(max(version, newest), epoch)
+
+    def numbers(self) -> Numbers:
+        """The newest version and epoch that were registered; 0 where there is none."""
+        newest = [select(func.max(column)) for column in (versions.c.version, epochs.c.epoch)]
+        version, epoch = (self._read(query)[0][0] or 0 for query in newest)
+        return Numbers(version, epoch)

@@ -4,22 +4,17 @@ import math
 from collections.abc import Collection
 from typing import Any, NamedTuple, Self
 
-from sqlalchemy import ColumnElement, exists, insert, select, text, true, update
+from sqlalchemy import ColumnElement, exists, insert, select, true, update
 
 from tuneloop.shared.experience import AlarmState
-from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, alone, literally
 from tuneloop.shared.ledger.storage.schema import alarms
 
-#: Says the same as the partial index.
-_OPEN: ColumnElement[bool] = text("state = 'raised'")  # type: ignore[assignment]
+_OPEN = literally("state = 'raised'")
 
 
 class Alarm(NamedTuple):
-    """A row of `alarms`. `holds`: no new version is served while it is open. The ledger sets the times.
-
-    `value` was beyond `threshold` at the trainer's step `step`, when `version` was the newest. One of a name may be
-    open for each `policy`, whose versions alone it holds.
-    """
+    """A row of `alarms`, one open of a name and policy. `holds`: no new version of the policy is served meanwhile."""
 
     name: str
     reason: str
@@ -44,10 +39,7 @@ class Alarms(LedgerPart):
         return type(self)(self._transactions, policy)
 
     def raise_alarm(self, alarm: Alarm) -> bool:
-        """Open it for the policy. Where one of its name is open, that stays, but for `holds`, and the answer is False.
-
-        A value or a threshold that is not finite is not stored: the reason says it.
-        """
+        """Open it for the policy; False if one of its name is open, which stays but for `holds`."""
         with self._write() as connection:
             alone(connection, "alarms")
             same = self._open_of(alarm.name, policy := alarm.policy or self._policy)
@@ -77,11 +69,7 @@ class Alarms(LedgerPart):
             return connection.execute(found.values(cleared)).rowcount > 0
 
     def keep_own(self, name: str, reason: str | None, *, about: str, opened: Collection[Alarm]) -> bool:
-        """Have one machine's alarm open while there is a reason; whether it was raised just now.
-
-        `opened` are the open alarms. While another machine's alarm of that name is open, nothing is raised. Its reason
-        begins with `about`, by which the alarm is known when it is cleared.
-        """
+        """Have a machine's alarm, known by its `about`, open while there is a reason; whether it was raised now."""
         same = [each for each in opened if each.name == name]
         if reason is not None:
             return not same and self.raise_alarm(Alarm(name, about + reason))

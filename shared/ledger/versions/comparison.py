@@ -1,16 +1,17 @@
 """How versions have done: one since its rollout began, and the newest replies of each, as far as the ledger knows."""
 
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Double, Select, and_, case, func, select
+from sqlalchemy import ColumnElement, Double, Select, and_, case, delete, func, insert, select
 from sqlalchemy import cast as as_type
 
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, ratio_of_sums, spread
-from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.storage.database import LedgerPart
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences, versions, worth
+from tuneloop.shared.evaluation.scores import Figure
+from tuneloop.shared.experience import Evaluator, State
+from tuneloop.shared.ledger.storage.database import LedgerPart, alone
+from tuneloop.shared.ledger.storage.schema import evaluations, exchanges, experiences, versions, worth
 from tuneloop.shared.ledger.versions.drift import LONGEST
 
 #: The newest replies among which refusals are counted.
@@ -31,12 +32,7 @@ _unit = func.coalesce(exchanges.c.user_id, experiences.c.task_id, experiences.c.
 
 class Comparisons(LedgerPart):
     def figures(self, version: int, since: float, *, refusals: Collection[re.Pattern[str]] = ()) -> Figures:
-        """Of the replies that this version alone has written since then; of failed requests the ledger knows nothing.
-
-        All replies to a user are one unit, or else to a task, or of a run. A reply that was corrected after it had been
-        trained on counts with its first reward. Rewards
-        beyond 1e100 count as 1e100.
-        """
+        """Of the replies that this version alone has written since then, a unit for each user, or else task or run."""
         near = self._read(_alone(select(_reward).where(worth.is_not(None)), version, since).limit(1))
         shift = near[0][0] if near else 0.0
         columns = (
@@ -95,10 +91,7 @@ _TRAINED = 1_000
 
 class RewardHistory(LedgerPart):
     def newest(self, version: int, *, among: int) -> SampleStatistics:
-        """The rewards of those `among` the newest replies that this version alone wrote and that have one.
-
-        All replies to a user of a tenant are one unit, or else to a task, or of a run.
-        """
+        """The rewards `among` the newest replies of this version alone, a unit for each user, or else task or run."""
         alone = and_(experiences.c.version_max == version, experiences.c.correction == 0)
         newest = select(experiences.c.id).where(experiences.c.version_min == version)
         newest = newest.order_by(experiences.c.sampled_at.desc()).limit(among)
@@ -122,3 +115,46 @@ class RewardHistory(LedgerPart):
         query = select(delay).join_from(experiences, versions, versions.c.version == experiences.c.trained_version)
         of_it = and_(experiences.c.trained_version == version, versions.c.served_at.is_not(None))
         return sorted(row[0] for row in self._read(query.where(of_it).limit(_TRAINED)))
+
+
+class Evaluation(NamedTuple):
+    """A row of `evaluations`; `slice` is empty for all tasks together."""
+
+    version: int
+    evaluator: Evaluator
+    metric: str
+    slice: str
+    value: float
+    deviation: float
+    samples: int
+    evaluated_at: float
+
+
+class Evaluations(LedgerPart):
+    def trained_on(self, version: int) -> dict[int, int]:
+        """How many rows the version was trained on, by the version that began them; those since deleted are missing."""
+        sampled = experiences.c.version_min
+        query = select(sampled, func.count()).where(experiences.c.trained_version == version)
+        return {row[0]: row[1] for row in self._read(query.group_by(sampled).order_by(sampled))}
+
+    def of_versions(self, versions: Sequence[int]) -> list[Evaluation]:
+        columns = (evaluations.c[name] for name in Evaluation._fields)
+        order = (evaluations.c[name] for name in ("metric", "slice", "evaluator", "version"))
+        rows = self._read(select(*columns).where(evaluations.c.version.in_(versions)).order_by(*order))
+        return [Evaluation(*row)._replace(evaluator=Evaluator(row.evaluator)) for row in rows]
+
+    def record(self, version: int, evaluator: Evaluator, figures: Sequence[Figure]) -> None:
+        key = {"version": version, "evaluator": evaluator, "evaluated_at": self._clock()}
+        with self._write() as connection:
+            alone(connection, "evaluations")
+            before = evaluations.c.version == version, evaluations.c.evaluator == evaluator
+            connection.execute(delete(evaluations).where(*before))
+            if figures:
+                connection.execute(insert(evaluations), [key | each._asdict() for each in figures])
+
+    def of(self, version: int, evaluator: Evaluator) -> tuple[Figure, ...]:
+        """What the evaluator found of the version last; nothing if it never looked."""
+        columns = [evaluations.c[name] for name in Figure._fields]
+        of_it = evaluations.c.version == version, evaluations.c.evaluator == evaluator
+        rows = self._read(select(*columns).where(*of_it).order_by(evaluations.c.metric, evaluations.c.slice))
+        return tuple(Figure(*row) for row in rows)

@@ -1,14 +1,11 @@
-"""The ledger's verbs for the monitors: the newest replies, and who gave the newest feedback.
-
-All read backwards from the newest row, or that of each key, so that they cost the same however much the ledger holds.
-"""
+"""The ledger's verbs for the monitors: the newest replies, and who gave the newest feedback."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, and_, case, exists, func, select, true
+from sqlalchemy import ColumnElement, Select, and_, case, exists, func, select
 from zstandard import ZstdError
 
 from tuneloop.shared.experience import MAX_REWARD, Kind, Rater, RaterState, rater_of, voice_of
@@ -42,12 +39,7 @@ def most_of_one(count: int, voices: int) -> int:
 
 
 def share_amiss(events: Iterable[SuspectEvent], count: int) -> float | None:
-    """The share of what is amiss, by `count` events or about so many; None if there are fewer.
-
-    A voice is all that is said with one key, or in one name without a key. Of three or more, as many of the newest
-    events count of one as of another, without the voice that has most of what is amiss, and of three tenants without
-    the one that has: nobody makes it look so alone. Of one or two, the newest events count, whoever said them.
-    """
+    """The share amiss of `count` events, evenly of voices, without the voice and tenant with most; None if fewer."""
     newest_first = sorted(events, key=lambda each: each.id, reverse=True)
     if len(newest_first) < count:
         return None
@@ -148,10 +140,7 @@ _MOST_KEYS = 100
 
 
 class ReplyExcerpt(NamedTuple):
-    """One reply: the first LONGEST characters of its text, its tool calls and the request, both the client's JSON.
-
-    The request is read only for a reply that calls tools, or holds one of the marks asked for; None if it is damaged.
-    """
+    """A reply's beginning, tool calls, and its request where calls or marks ask for it (None if damaged)."""
 
     text: str
     tool_calls: bytes | None
@@ -160,10 +149,7 @@ class ReplyExcerpt(NamedTuple):
 
 class Drift(LedgerPart):
     def newest_replies(self, count: int, *, marks: Sequence[str] = (), policy: int = 0) -> list[ReplyExcerpt]:
-        """The newest `count` replies, the newest first; `marks` are texts that call for the request, too.
-
-        They are a policy's, of the newest 10 * `count` of all.
-        """
+        """A policy's newest `count` replies among the newest 10 * `count`; `marks` call for the request."""
         newest = select(experiences.c.id).where(experiences.c.correction == 0).order_by(experiences.c.id.desc())
         part = newest.limit(count * _STRETCH).subquery()
         columns = (experiences.c.msg_id, func.substr(experiences.c.text, 1, LONGEST), experiences.c.tool_calls)
@@ -198,12 +184,6 @@ class Drift(LedgerPart):
         numbers = and_(feedback.c.kind == Kind.NUMBER, feedback.c.metric.in_(weights), ~_IS_QUARANTINED)
         rows = self._newest_of_voices(count, numbers)
         return share_amiss((_suspect(row, not low <= weights[row.metric] * row.value <= high) for row in rows), count)
-
-    def quarantined_share(self, count: int) -> float | None:
-        """The part of the newest feedback that raters in quarantine gave, as voices share in it. None as above."""
-        query = select(raters.c.tenant, raters.c.name).where(raters.c.state == RaterState.QUARANTINED)
-        quarantined, rows = {(row.tenant, row.name) for row in self._read(query)}, self._newest_of_voices(count, true())
-        return share_amiss((_suspect(row, rater_of(row) in quarantined) for row in rows), count)
 
     def _newest_of_voices(self, count: int, wanted: ColumnElement[bool]) -> Iterator[Any]:
         """The newest events of each key, `count` at least where it has them: whoever floods hides nobody."""

@@ -192,19 +192,13 @@ class RegisteredVersions(LedgerPart):
 
 
 class Versions(RegisteredVersions):
-    """The versions of one policy, and the decisions about them.
-
-    Each decision names the champion that was seen, so that of two at once only one is taken.
-    """
+    """A policy's versions, and decisions: each names the champion that was seen, so of two at once one is taken."""
 
     def of(self, policy: int) -> "Versions":
         return Versions(self._transactions, policy)
 
     def ensure_base(self, path: Path) -> None:
-        """Register the base model as version 0, served, if no version is registered.
-
-        Raises EnvironmentRefused if the experiment began with another one.
-        """
+        """Register the base model as version 0, served, once. Raises EnvironmentRefused if it is another one."""
         now = self._clock()
         base = {"version": 0, "state": VersionState.CHAMPION, "step": 0, "path": str(path)}
         default = {"id": 0, "tenant": "", "name": "default", "parent": 0, "settings": "{}", "created_by": ""}
@@ -230,11 +224,7 @@ class Versions(RegisteredVersions):
         details: Details | None = None,
         lead: Lead | None = None,
     ) -> None:
-        """Make `version` the champion, as the newest that is fit; the one before it and older candidates retire.
-
-        A version that a newer champion has retired stays retired. Raises LedgerError for a rejected or unknown one, and
-        VersionRefused if another one is pinned, or the `lead` is over.
-        """
+        """Make the newest that is fit the champion; older candidates retire. Raises LedgerError, VersionRefused."""
         with self._write() as connection:
             alone(connection, "promote")
             require_lead(connection, lead, self._clock())
@@ -246,10 +236,7 @@ class Versions(RegisteredVersions):
                 self._appoint(connection, version, Decision(by, self._clock(), reason, details))
 
     def begin_canary(self, version: int, *, by: str, reason: str, details: Details | None = None) -> None:
-        """Let a candidate answer a part of the traffic, or copies of it; older candidates retire.
-
-        Raises VersionRefused, and changes nothing, if it is no candidate, there is another canary, or one is pinned.
-        """
+        """Let a candidate answer a part of the traffic; older ones retire. Raises VersionRefused if it cannot be."""
         with self._write() as connection:
             alone(connection, "promote")
             self._require_unpinned(connection, version)
@@ -275,10 +262,7 @@ class Versions(RegisteredVersions):
         details: Details | None = None,
         also_retired: bool = False,
     ) -> bool:
-        """Record that a candidate must not be served, and why; or that a retired version must not be again.
-
-        False: it is none, or the base model, which is what is served where no other can be; it stays what it is.
-        """
+        """Record why a candidate, or a retired version, must not be served; False: it is none, or the base model."""
         states = {VersionState.CANDIDATE, VersionState.RETIRED} if also_retired else {VersionState.CANDIDATE}
         with self._write() as connection:
             alone(connection, "promote")
@@ -288,11 +272,7 @@ class Versions(RegisteredVersions):
             return True
 
     def appoint(self, version: int, *, instead_of: int, by: str, reason: str, details: Details | None = None) -> None:
-        """Make any servable version the champion, an older one too, in place of the champion `instead_of`.
-
-        Raises VersionRefused, and changes nothing, if that is the champion no more, if `version` is unknown, rejected
-        or rolled back, or if another one is pinned.
-        """
+        """Make any servable version the champion in place of `instead_of`. Raises VersionRefused."""
         with self._write() as connection:
             alone(connection, "promote")
             self._expect_champion(connection, instead_of)
@@ -351,11 +331,7 @@ class Versions(RegisteredVersions):
             return self._champion(connection)
 
     def stand_in(self, version: int, *, instead_of: int, reason: str) -> None:
-        """Make a former champion the champion because the files of the champion `instead_of` are damaged.
-
-        That one retires, for nothing is wrong with its training, and a pin goes over to the one in its place. Raises
-        VersionRefused, and changes nothing, if `instead_of` is not the champion or `version` cannot be served.
-        """
+        """Make a former champion stand in for one whose files are damaged, with its pin. Raises VersionRefused."""
         with self._write() as connection:
             alone(connection, "promote")
             self._expect_champion(connection, instead_of)
@@ -380,11 +356,7 @@ class Versions(RegisteredVersions):
             )
 
     def pin(self, version: int, *, instead_of: int, by: str, reason: str) -> None:
-        """Serve this version and no other until it is unpinned; a canary retires.
-
-        Raises VersionRefused, and changes nothing, if `instead_of` is not the champion, if `version` cannot be served,
-        or if another one is pinned.
-        """
+        """Serve this version alone until it is unpinned; a canary retires. Raises VersionRefused."""
         with self._write() as connection:
             alone(connection, "promote")
             self._expect_champion(connection, instead_of)

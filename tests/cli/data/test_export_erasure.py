@@ -1,7 +1,6 @@
 """An erased person's rows in exported files."""
 
 import json
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -129,20 +128,6 @@ def test_two_people_who_are_erased_at_once_are_both_gone(tmp_path: Path, suffix:
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_of_a_link_the_file_that_it_names_is_changed(tmp_path: Path, suffix: str) -> None:
-    moved, link = tmp_path / f"moved.{suffix}", tmp_path / f"a.{suffix}"
-    rows = [{"msg_id": "m1"}, {"msg_id": "m9"}]
-    if suffix == "jsonl":
-        write_lines(moved, rows)
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), moved)
-    link.symlink_to(moved)
-    assert erase_rows(str(link), ANN) == FileErasure(str(link), 1, 1)
-    assert link.is_symlink()
-    assert b"m1" not in moved.read_bytes()
-
-
 def test_drafts_that_were_left_go_with_their_rows(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", OTHERS)
     left = tmp_path / ".a.jsonl.4711.partial"
@@ -163,25 +148,3 @@ def test_a_draft_that_is_being_written_stays(tmp_path: Path) -> None:
     draft.publish()
     draft.discard()
     assert (path.read_bytes(), [each.name for each in tmp_path.iterdir()]) == (b"{}", ["a.jsonl"])
-
-
-def test_a_draft_that_cannot_be_deleted_is_told(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", OTHERS)
-    (tmp_path / ".a.jsonl.1.partial").mkdir()
-    problem = erase_rows(str(path), ANN).problem
-    assert problem is not None
-    assert problem.startswith("its draft .a.jsonl.1.partial cannot be deleted: ")
-
-
-def test_a_draft_is_its_owners_alone_and_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, precious = tmp_path / "a.jsonl", tmp_path / "precious"
-    precious.write_text("precious")
-    draft = DraftFile(path)
-    [written] = tmp_path.glob(".*.partial")
-    assert written.stat().st_mode & 0o777 == 0o600
-    draft.discard()
-    monkeypatch.setattr(secrets, "token_hex", lambda count: "0")
-    (tmp_path / ".a.jsonl.0.partial").symlink_to(precious)
-    with pytest.raises(FileExistsError):
-        DraftFile(path)
-    assert precious.read_text() == "precious"

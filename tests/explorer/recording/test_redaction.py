@@ -393,7 +393,7 @@ _CRASH = """
 import asyncio, sys, threading
 import structlog
 from tuneloop.shared.logging import clean_error, configure_logging
-from tuneloop.shared.privacy.crash_reports import redact_crash_reports
+from tuneloop.shared.privacy.detection import redact_crash_reports
 from tuneloop.shared.settings.feedback import PrivacySettings
 
 text = sys.stdin.read()

@@ -14,7 +14,7 @@ from benchmarks.page import page_app, pages, put_rows
 from tests.doubles.serving import serving
 from tests.explorer.running import settings_for
 from tuneloop.explorer.ui import overview
-from tuneloop.shared.ledger.browsing import reply_pages, same_prompts
+from tuneloop.shared.ledger.browsing import reply_pages
 from tuneloop.shared.ledger.ledger import Ledger
 
 ROWS = 20_000
@@ -24,8 +24,8 @@ BOUNDS = (
     (reply_pages, "MAX_EXAMINED", 400),
     (reply_pages, "MAX_READ", 40),
     (reply_pages, "_RARE", 40),
-    (same_prompts, "AMONG_OF_VERSION", 20),
-    (same_prompts, "AMONG_ALL", 40),
+    (reply_pages, "AMONG_OF_VERSION", 20),
+    (reply_pages, "AMONG_ALL", 40),
     (reply_pages, "_PORTION", 5),
     (overview, "AMONG", 40),
 )

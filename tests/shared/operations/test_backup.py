@@ -323,21 +323,6 @@ def test_a_full_disk_leaves_no_half_backup(source: Experiment, small_disk: Path)
     assert source.tables() == before
 
 
-def test_a_restore_onto_a_full_disk_is_given_again(
-    source: Experiment, bench: Bench, small_disk: Path, tmp_path: Path
-) -> None:
-    back_up(source.settings, tmp_path / "backup")
-    there = bench.settings("target")
-    full = there.model_copy(update={"checkpoint_root_dir": small_disk})
-    with pytest.raises(FileRefused, match=r"No space left on device.*give it again: no service starts before"):
-        restore(full, tmp_path / "backup")
-    with pytest.raises(EnvironmentRefused, match="is half restored"):
-        require_restored(full.job_dir)
-    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
-    restore(full, tmp_path / "backup")
-    require_restored(full.job_dir)
-
-
 #: What a process asks the system for when it changes files.
 _CALLS = {
     "open",

@@ -15,10 +15,10 @@ import structlog
 
 from tests.cli.setup.test_setup import model_folder
 from tests.explorer.test_main import ATTACHED, write_settings
-from tuneloop.shared import file_systems
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
+from tuneloop.shared.operations import job_folder
 from tuneloop.shared.operations.job_folder import require_file_systems, require_one_host
 from tuneloop.shared.settings.settings import Settings
 
@@ -95,14 +95,14 @@ class StatfsDouble:
 def test_sqlite_on_a_network_file_system_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: int, name: str
 ) -> None:
-    monkeypatch.setattr(file_systems, "_LIBC", StatfsDouble(kind))
+    monkeypatch.setattr(job_folder, "_LIBC", StatfsDouble(kind))
     (problem,) = _problems(settings_of(tmp_path))
     assert problem.startswith("buffer.trainer_input.experience_buffer.path: ")
     assert f"network file system ({name})" in problem
     assert "postgresql://" in problem
     elsewhere = {"experience_buffer": {"path": "postgresql://user@host/database"}}
     require_file_systems(settings_of(tmp_path, buffer={"trainer_input": elsewhere}))
-    monkeypatch.setattr(file_systems, "_LIBC", StatfsDouble(0xEF53))
+    monkeypatch.setattr(job_folder, "_LIBC", StatfsDouble(0xEF53))
     require_file_systems(settings_of(tmp_path))
 
 
@@ -110,7 +110,7 @@ def test_what_may_be_a_network_is_a_warning_and_refused_to_a_second_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_of(tmp_path)
-    monkeypatch.setattr(file_systems, "_LIBC", StatfsDouble(0x65735546))
+    monkeypatch.setattr(job_folder, "_LIBC", StatfsDouble(0x65735546))
     with structlog.testing.capture_logs() as logged:
         require_file_systems(settings)
     assert [(each["event"], "is on FUSE." in each["sentence"]) for each in logged] == [
@@ -127,7 +127,7 @@ def test_what_may_be_a_network_is_a_warning_and_refused_to_a_second_machine(
     ledger.explorers.see("node-8:8010", address="", release="", version=None)
     with pytest.raises(EnvironmentRefused, match="node-7, node-8 uses"):
         require_one_host(settings, ledger)
-    monkeypatch.setattr(file_systems, "_LIBC", StatfsDouble(0xEF53))
+    monkeypatch.setattr(job_folder, "_LIBC", StatfsDouble(0xEF53))
     require_one_host(settings, ledger)
     ledger.close()
 

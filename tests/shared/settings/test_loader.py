@@ -234,13 +234,6 @@ def test_tool_choice_needs_a_parser(tmp_path):
     assert "enable_auto_tool_choice: needs explorer.rollout_model.tool_call_parser" in found
 
 
-def test_engines_are_not_told_to_sample_otherwise(tmp_path):
-    text = MODEL + "explorer: {rollout_model: {engine_args: [--tool-strict-level, parameter, --logprobs-mode, %s]}}\n"
-    assert problems(tmp_path, text % "processed_logprobs") == []
-    (found,) = problems(tmp_path, text % "raw_logprobs")
-    assert "explorer.rollout_model.engine_args: --logprobs-mode raw_logprobs: log-probabilities must be" in found
-
-
 def test_contradictions_are_told_along_with_plain_mistakes(tmp_path):
     text = "model: {model_path: x, max_model_len: 5, max_response_tokens: 10}\ntrainer: {seed: x}\nbatch: 3\n"
     assert [each.split(": ")[1] for each in problems(tmp_path, text)] == [
@@ -353,9 +346,3 @@ def test_problems_in_overrides_name_the_variable_or_the_flag(tmp_path):
         "--set mode.x: mode: must be 'serve', 'train' or 'both', not {'x': '1'}",
         "--set proxy: write it as --set key=value",
     ]
-
-
-def test_loading_leaves_no_trace(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    load_settings(TRINITY / "explorer.yaml")
-    assert list(tmp_path.iterdir()) == []

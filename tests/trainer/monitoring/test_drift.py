@@ -24,7 +24,6 @@ from tuneloop.trainer.monitoring.drift import (
     KL_BASE,
     LENGTH,
     LEVEL,
-    OUTLIERS,
     RATER,
     REFUSALS,
     REWARD,
@@ -66,7 +65,6 @@ def alarms(options, history):
         ("tool_errors", TOOL_ERRORS, [0.0, 0.09], 0.11),
         ("single_rater", RATER, [0.1, 0.79], 0.81),
         ("extreme_rewards", EXTREME, [0.0, 0.04], 0.06),
-        ("rater_outliers", OUTLIERS, [0.0, 0.19], 0.21),
     ],
 )
 def test_a_monitor_trips_beyond_its_threshold_and_not_before(alarm, signal, honest, drifted):
@@ -331,7 +329,7 @@ def test_extreme_rewards_hold_new_versions_unless_they_are_a_quarantined_raters(
     assert [(alarm.name, alarm.holds) for alarm in ledger.alarms.all()] == [("extreme_rewards", True)]
     for number in range(10):
         ledger.raters.quarantine("acme", f"r{number}", by="eve", reason="it is extreme")
-    assert watch.after_step(Trained(3), {}, version=3)["feedback/quarantined"] == 1.0
+    assert "feedback/extreme" not in watch.after_step(Trained(3), {}, version=3)
 
 
 def test_a_restart_changes_no_figure(watching, ledger):

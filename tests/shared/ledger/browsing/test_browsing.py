@@ -9,8 +9,7 @@ from scipy.stats import binomtest
 from tests import factories
 from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.browsing import reply_pages
-from tuneloop.shared.ledger.browsing.reply_pages import ReplyFilter
-from tuneloop.shared.ledger.browsing.same_prompts import digest_of_prompt
+from tuneloop.shared.ledger.browsing.reply_pages import ReplyFilter, digest_of_prompt
 from tuneloop.shared.ledger.ledger import Ledger
 
 TENANT = "acme"

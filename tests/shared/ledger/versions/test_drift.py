@@ -69,20 +69,9 @@ def test_a_key_that_floods_is_not_what_all_say(ledger: Ledger) -> None:
     say(ledger, 250, "eve", value=9.0)
     assert ledger.drift.extreme_share(20, rule) == 0.0
     ledger.raters.quarantine("acme", "key:eve", by="ann", reason="it floods")
-    assert ledger.drift.quarantined_share(20) == 0.0
     assert ledger.drift.extreme_share(20, rule) == 0.0
     say(ledger, 8, "a", "b", "c", value=9.0)
     assert ledger.drift.extreme_share(20, rule) == 1.0
-    for key in "abc":
-        ledger.raters.quarantine("acme", f"key:{key}", by="ann", reason="it is extreme")
-    assert ledger.drift.quarantined_share(20) == 1.0
-
-
-def test_where_there_are_one_or_two_keys_either_can_say_that_something_is_amiss(ledger: Ledger) -> None:
-    say(ledger, 10, "a")
-    assert ledger.drift.extreme_share(20, RewardRule()) is None
-    say(ledger, 10, "b", value=9.0)
-    assert ledger.drift.extreme_share(20, RewardRule()) == 0.5
 
 
 def test_the_keys_of_one_tenant_crowd_out_no_other(ledger: Ledger) -> None:

@@ -6,6 +6,7 @@
     .venv/bin/python -m benchmarks.learning ours ppo reinforce --captured 0.05
     .venv/bin/python -m benchmarks.learning ours ppo --set optimizer.lr=1e-4
     .venv/bin/python -m benchmarks.learning ours reinforce --seeds 0 1 2 --set mix.file=FILE.jsonl mix.share=0.2
+    .venv/bin/python -m benchmarks.learning ours ppo --file 192 --samples 1024 --set kl_coef=0.01
     .venv/bin/python -m benchmarks.learning loop ppo --task tools --seeds 0 1 2 [--tools strict] [--gpu]
     .venv/bin/python -m benchmarks.learning trl grpo rloo --set lr=2e-4 --trl FOLDER/bin/python
     .venv/bin/python -m benchmarks.learning all --out FOLDER --trl FOLDER/bin/python
@@ -84,6 +85,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters, 0: all weights; `ours` only")
     parser.add_argument("--offline", action="store_true", help="learn from replies of the start weights; `ours` only")
     parser.add_argument("--raw", action="store_true", help="`ours reinforce` only: rewards are compared with nothing")
+    parser.add_argument("--file", type=int, default=0, help="lines that `sft` learns first; `ours` only")
     parser.add_argument("--tools", choices=get_args(HeldTools), default="plain", help="grammar of calls; `loop` only")
     parser.add_argument("--gpu", action="store_true", help="vLLM on a GPU; `loop` only")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of `algorithm`, dotted")
@@ -110,6 +112,7 @@ def _wanted_trials(options: argparse.Namespace) -> Iterator[Wanted]:
                 lora=options.lora,
                 offline=options.offline,
                 raw=options.raw,
+                file=options.file,
                 gpu=options.gpu,
                 tools=options.tools,
                 changes=tuple(options.set),
@@ -128,6 +131,8 @@ def _run(wanted: Wanted, out: Path, trl: Path | None) -> dict[str, Any]:
     replies = out / "start" / f"{wanted.task}-{wanted.seed}.jsonl"
     if wanted.offline or (wanted.place == "trl" and wanted.method in TRL_OFFLINE):
         ours.write_replies(replies, task, base, seed=wanted.seed, samples=wanted.samples)
+    if wanted.file:
+        base = ours.learn_file(wanted, task, base, base.parent / f"{wanted.task}-{wanted.seed}-file{wanted.file}")
     if wanted.place == "trl":
         return _trl(wanted, base, replies, trl)
     return ours.learn(wanted, task, base, replies if wanted.offline else None)

@@ -26,7 +26,8 @@ class Wanted:
     steps between sampling and learning; `captured`: the share of replies whose log-probabilities are captured, those of
     the others are recomputed (of no `late` ones); `lora`: the rank of adapters, 0 trains all weights; `offline`: learn
     from replies of the start weights alone; `raw`: the advantage of `reinforce` is the reward, compared with nothing,
-    which no setting can do; `gpu`: the loop's vLLM is on a GPU; `tools`: how the loop's engine holds calls to a
+    which no setting can do; `file`: lines of a file of right answers that are learnt by `sft`, three times over, before
+    the first reply; `gpu`: the loop's vLLM is on a GPU; `tools`: how the loop's engine holds calls to a
     grammar; `changes`: settings of `algorithm` over the method's own, as NAME=VALUE.
     """
 
@@ -43,6 +44,7 @@ class Wanted:
     lora: int = 0
     offline: bool = False
     raw: bool = False
+    file: int = 0
     gpu: bool = False
     tools: HeldTools = "plain"
     changes: tuple[str, ...] = ()
@@ -50,7 +52,7 @@ class Wanted:
     @property
     def kind(self) -> str:
         """What seeds have in common."""
-        marks = {"flip": self.flip, "offset": self.offset, "late": self.late, "lora": self.lora}
+        marks = {"flip": self.flip, "offset": self.offset, "late": self.late, "lora": self.lora, "file": self.file}
         said = [f"{mark}{value:g}" for mark, value in marks.items() if value]
         said += [f"captured{self.captured:g}"] if self.captured < 1 else []
         said += [mark for mark in ("coin", "offline", "raw", "gpu") if getattr(self, mark)]

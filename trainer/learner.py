@@ -43,7 +43,7 @@ from tuneloop.trainer.batches.batch import (
     mini_batches,
     share_of,
 )
-from tuneloop.trainer.batches.mixed_file import MixedFile
+from tuneloop.trainer.batches.rendered_lines import MixedFile
 from tuneloop.trainer.batches.selection import mismatch_replies
 from tuneloop.trainer.models.model import Actor, Critic, is_checkpointing
 from tuneloop.trainer.models.optimizer import MasterAdamW

@@ -42,7 +42,7 @@ from tuneloop.shared.telemetry.opening import open_tracing
 from tuneloop.shared.telemetry.trackers import check_tracker
 from tuneloop.trainer.batches.selection import find_missing_library
 from tuneloop.trainer.checkpoints.publication import Publisher
-from tuneloop.trainer.evaluation.gate import is_evaluated_here
+from tuneloop.trainer.evaluation.evaluation import is_evaluated_here
 from tuneloop.trainer.file_jobs import FileJobs
 from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat

@@ -44,15 +44,14 @@ from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter, open_curves
 from tuneloop.trainer.batches.batch import Metrics, of_samples
-from tuneloop.trainer.batches.mixed_file import MixedFile
-from tuneloop.trainer.batches.rendered_lines import with_tokens
+from tuneloop.trainer.batches.rendered_lines import MixedFile, with_tokens
 from tuneloop.trainer.batches.selection import Refused, comparable
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import KeptRoom
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
-from tuneloop.trainer.evaluation.gate import GateEvaluation
+from tuneloop.trainer.evaluation.evaluation import GateEvaluation
 from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch

@@ -30,7 +30,7 @@ from tuneloop.shared.experience import Sample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms.terms import Moments
-from tuneloop.trainer.batches.mixed_file import MixedFile
+from tuneloop.trainer.batches.rendered_lines import MixedFile
 from tuneloop.trainer.batches.selection import select
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.recomputation import Recomputation

@@ -243,17 +243,9 @@ class ABTest:
     def report(self) -> ABReport:
         """What came of it until now."""
         with self._lock:
-            names = list(
-                dict.fromkeys(
-                    [
-                        _REWARD,
-                        _LATENCY,
-                        *(each for side in self._seen.values() for of_key in side.values() for each in of_key),
-                    ]
-                )
-            )
+            seen = [name for side in self._seen.values() for of_key in side.values() for name in of_key]
             figures = {}
-            for name in names:
+            for name in dict.fromkeys([_REWARD, _LATENCY, *seen]):
                 a, b = (
                     [of_key[name] for of_key in self._seen[side].values() if of_key.get(name)] for side in ("a", "b")
                 )
@@ -392,15 +384,8 @@ def _match(reply: Reply, expected: Sequence[ToolCall]) -> tuple[int, int]:
     left = list(reply.tool_calls)
     right = 0
     for wanted in expected:
-        call = next(
-            (
-                each
-                for each in left
-                if (each.name == wanted.name and same_json(each.arguments, dict(wanted.arguments or {})))
-            ),
-            None,
-        )
-        if call is not None:
-            left.remove(call)
+        arguments = dict(wanted.arguments or {})
+        if same := [each for each in left if each.name == wanted.name and same_json(each.arguments, arguments)]:
+            left.remove(same[0])
             right += 1
     return named, right

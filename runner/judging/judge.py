@@ -91,14 +91,13 @@ class Judge:
                 "required": names,
                 "additionalProperties": False,
             }
-            return scoring_prompt(reply, self.rubric.criteria, self.rubric.scale), (
-                {
-                    "type": "object",
-                    "properties": {"reason": {"type": "string"}, "scores": scores},
-                    "required": ["reason", "scores"],
-                    "additionalProperties": False,
-                }
-            )
+            schema = {
+                "type": "object",
+                "properties": {"reason": {"type": "string"}, "scores": scores},
+                "required": ["reason", "scores"],
+                "additionalProperties": False,
+            }
+            return scoring_prompt(reply, self.rubric.criteria, self.rubric.scale), schema
         except RecursionError:
             raise JudgeFailed("the reply, or what it answers, is nested too deeply to be shown") from None
 

@@ -183,12 +183,7 @@ def _task(group: Sequence[LoggedExchange], trust: float | None) -> ImportedTask:
         question=text_of(turns[-1]["content"]),
         messages=turns,
         answer=reply if right else None,
-        expected_calls=tuple(
-            ({"name": call.name, "arguments": dict(call.arguments) if call.arguments is not None else None})
-            for call in calls
-        )
-        if right
-        else (),
+        expected_calls=tuple(asdict(call) for call in calls) if right else (),
         reply=reply or None,
         reward=reward,
         tools=longest.tools,

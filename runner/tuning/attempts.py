@@ -306,11 +306,7 @@ class Attempts:
         except TimeoutError as error:
             raise RunFailed(FailureKind.WORKFLOW_HUNG, str(error), again=True) from error
         except Exception as error:
-            text, code, status = (
-                sentence_of(error)[:2000],
-                getattr(error, "code", None),
-                getattr(error, "status_code", None),
-            )
+            text, code, status = sentence_of(error)[:2000], getattr(error, "code", ""), getattr(error, "status_code", 0)
             is_other = code == "model_not_found" or "model_not_found" in text
             is_other |= status == 404 and _NO_SUCH_MODEL.search(text) is not None  # an engine's words
             kind = FailureKind.OTHER_MODEL if is_other else FailureKind.WORKFLOW_RAISED

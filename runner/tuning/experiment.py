@@ -38,7 +38,7 @@ class ExperimentFolder:
         parent = root.absolute() / project
         if resume:
             named = [each for each in parent.glob(f"{experiment}-*") if _STAMP.search(each.name)]
-            found = [each for each in named if _STAMP.sub("", each.name) == experiment and journal_in(each).exists()]
+            found = [each for each in named if _STAMP.sub("", each.name) == experiment and cls(each).journal.exists()]
             if found:
                 return cls(max(found, key=lambda each: each.name))
         for moment in range(60):
@@ -60,7 +60,7 @@ class ExperimentFolder:
     @property
     def journal(self) -> Path:
         """What was rewarded, acknowledged and committed."""
-        return journal_in(self.path)
+        return self.path / "tune" / "journal.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -74,11 +74,6 @@ class ExperimentFolder:
     def log(self, model: str) -> Path:
         """The log of the service that trains a model."""
         return self.path / "tune" / f"{model}.log"
-
-
-def journal_in(path: Path) -> Path:
-    """The journal in an experiment's folder."""
-    return path / "tune" / "journal.jsonl"
 
 
 Task = Mapping[str, Any]

@@ -19,9 +19,9 @@ from tuneloop.shared.finetuning.lines import FileLine
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.trainer.algorithms import sft
 from tuneloop.trainer.algorithms.terms import Targets
-from tuneloop.trainer.batches import mixed_file
+from tuneloop.trainer.batches import rendered_lines
 from tuneloop.trainer.batches.batch import assemble, collate
-from tuneloop.trainer.batches.mixed_file import MixedFile
+from tuneloop.trainer.batches.rendered_lines import MixedFile
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
@@ -40,7 +40,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> None:
         for number, line in enumerate(file.read_text().splitlines(), 1):
             yield FileLine(number=number, messages=json.loads(line)["messages"])
 
-    monkeypatch.setattr(mixed_file, "read_lines", read)
+    monkeypatch.setattr(rendered_lines, "read_lines", read)
 
 
 @pytest.fixture

@@ -227,18 +227,17 @@ def collate(sequences: Sequence[TokenSequence]) -> Batch:
     starts = [sequence.start for sequence in sequences]
     before = [0, *accumulate(len(sequence.calls) for sequence in sequences)]
     predicts = [np.append(sequence.of[1:] >= 0, False) for sequence in sequences]
-    tails = [sequence.of[start:] for sequence, start in zip(sequences, starts, strict=True)]
+    ends = list(zip(sequences, starts, strict=True))
+    tails = [sequence.of[start:] for sequence, start in ends]
     numbered = [np.where(of >= 0, of + first, -1) for of, first in zip(tails, before, strict=False)]
     held_BR, allowed_KW, left_LS = _grammar_tensors(sequences, tails)
     return Batch(
         ids_BT=_pad(sequence.ids for sequence in sequences).long(),
         predicts_BT=_pad(predicts),
-        replies_BR=_pad(each.ids[start:] for each, start in zip(sequences, starts, strict=True)).long(),
+        replies_BR=_pad(each.ids[start:] for each, start in ends).long(),
         mask_BR=_pad(of >= 0 for of in tails),
-        sampled_BR=_pad(each.sampled[start:] for each, start in zip(sequences, starts, strict=True)).float(),
-        temperatures_BR=_pad(
-            (each.temperatures[start:] for each, start in zip(sequences, starts, strict=True)), filler=1.0
-        ).float(),
+        sampled_BR=_pad(each.sampled[start:] for each, start in ends).float(),
+        temperatures_BR=_pad((each.temperatures[start:] for each, start in ends), filler=1.0).float(),
         calls_BR=_pad(numbered, filler=-1).long(),
         lengths_B=torch.tensor([len(sequence.ids) for sequence in sequences]),
         held_BR=held_BR,

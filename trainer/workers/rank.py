@@ -9,7 +9,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tuneloop.shared.errors import NotFinite, RankFailed, RankOutOfMemory
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.mixed_file import MixedFile
+from tuneloop.trainer.batches.rendered_lines import MixedFile
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.loop import run

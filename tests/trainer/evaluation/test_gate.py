@@ -12,8 +12,7 @@ from tests.trainer.factories import commit, sample
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import Evaluator, VersionAction
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.evaluation.evaluation import HeldOut
-from tuneloop.trainer.evaluation.gate import GateEvaluation
+from tuneloop.trainer.evaluation.evaluation import GateEvaluation, HeldOut
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.models.model import Actor
 

@@ -62,6 +62,7 @@ NOT_RUN = {
     "cd deploy/compose": "tests/deploy/test_compose.py starts what is there",
     "cp .env.example .env": "tests/deploy/test_files.py compares it with what compose.yaml asks for",
     "chmod 600 .env": "the same",
+    "export ANTHROPIC_": "tests/clients/test_agents.py starts Claude Code so",
     "promtool ": "tests/deploy/test_monitoring.py runs it",
     "/run/secrets/": "where the command before writes to: tests/deploy/test_compose.py",
 }

@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import json
 import os
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,6 @@ import typer
 import uvloop
 
 from tuneloop.explorer.engines import vllm
-from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.limits import raise_descriptor_limit
 from tuneloop.explorer.processes.control import control
 from tuneloop.explorer.processes.patient_ledger import open_ledger
@@ -24,7 +24,7 @@ from tuneloop.shared.logging import LOG, clean_error, configure_logging
 from tuneloop.shared.operations.job_folder import require_file_systems
 from tuneloop.shared.privacy.detection import redact_crash_reports
 from tuneloop.shared.settings.base_model import require_downloads
-from tuneloop.shared.settings.hardware import count_gpus, fit_to_machine, log_placement
+from tuneloop.shared.settings.hardware import count_gpus, explorer_workers_of, fit_to_machine, log_placement
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import umask_of
@@ -117,6 +117,41 @@ def main(
         LOG.write(f"checkpoint_root_dir: {error}; make room, or choose another folder\n")
         LOG.finish()
         os._exit(EnvironmentRefused.exit_code)
+
+
+_BACKLOG = 2048
+
+
+def listen(settings: Settings, stack: ExitStack) -> list[socket.socket]:
+    """The sockets, closed by `stack`. Raises EnvironmentRefused if the port is taken."""
+    explorer, workers = settings.explorer, explorer_workers_of(settings)
+    family = socket.AF_INET6 if ":" in explorer.listen_address else socket.AF_INET
+    first = stack.enter_context(socket.socket(family))
+    try:
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind((explorer.listen_address, explorer.proxy_port))
+        if workers == 1:
+            first.listen(_BACKLOG)  # else another that starts at this moment could bind it too
+            return [first]
+        # Sockets on the port of `keeper`, which itself does not listen: it keeps other processes off the port.
+        # Sockets that share a port must all allow it; a second service that did would silently get a part of the
+        # requests.
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sockets = [stack.enter_context(socket.socket(first.family)) for _ in range(workers)]
+        for each in sockets:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            each.bind(first.getsockname())
+        first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 0)
+        for each in sockets:
+            each.listen(_BACKLOG)
+        return sockets
+    except OSError as error:
+        raise EnvironmentRefused(
+            f"explorer.proxy_port: cannot listen on {explorer.listen_address}:{explorer.proxy_port}: {error.strerror}; "
+            "choose another port, or stop the process that has it"
+        ) from None
 
 
 if __name__ == "__main__":

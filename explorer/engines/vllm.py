@@ -19,8 +19,14 @@ import structlog
 from tuneloop.explorer.engines.adapter_names import ModelRenaming, adapter_name_of, is_adapter
 from tuneloop.explorer.engines.model_routes import AdapterView
 from tuneloop.explorer.engines.packing.wire import HEADER, PACKED
-from tuneloop.explorer.engines.proof.fingerprint import differing_from_files, has_adapter, number_of_adapter
-from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings, mean_distance, probe_text
+from tuneloop.explorer.engines.proof.fingerprint import (
+    ProbeFindings,
+    differing_from_files,
+    has_adapter,
+    mean_distance,
+    number_of_adapter,
+    probe_text,
+)
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
 from tuneloop.explorer.engines.vllm_plugin import PACKS, UNPACKED
 from tuneloop.shared.checkpoints import PROBE_LENGTH, PROBE_ROOM, Probe, VerifiedProbe

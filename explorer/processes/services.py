@@ -3,7 +3,8 @@
 import asyncio
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,11 +12,12 @@ from pathlib import Path
 from socket import getfqdn
 from typing import Any, NamedTuple, Protocol
 
+import structlog
 from prometheus_client import generate_latest
 
 from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.background_tasks import OnFailure, Task, every
-from tuneloop.explorer.channel import ShadowReply
+from tuneloop.explorer.channel import ShadowReply, WorkerMovement
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.drain import Drain
 from tuneloop.explorer.engines import vllm
@@ -25,6 +27,7 @@ from tuneloop.explorer.engines.process import EngineProcess
 from tuneloop.explorer.engines.vllm import control_of
 from tuneloop.explorer.feedback.judge import JudgeLoop
 from tuneloop.explorer.jobs import LineChecks, ReinforcementJobs
+from tuneloop.explorer.limits import descriptors_left
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.processes.commit_timer import CommitTimer
 from tuneloop.explorer.processes.engine_supervisor import (
@@ -34,11 +37,8 @@ from tuneloop.explorer.processes.engine_supervisor import (
     EngineSupervisor,
     FleetTrial,
 )
-from tuneloop.explorer.processes.forgetting import Forgetting
 from tuneloop.explorer.processes.key_watch import KeyWatch, require_keys
 from tuneloop.explorer.processes.ledger_gauges import LedgerGauges
-from tuneloop.explorer.processes.stop_watch import StopWatch, WatchedWorkers
-from tuneloop.explorer.processes.version_log import VersionLog, decision_span
 from tuneloop.explorer.recorder import FILE_BYTES
 from tuneloop.explorer.routes.files import sweep_files
 from tuneloop.explorer.tokens import FeedbackClaims
@@ -52,16 +52,20 @@ from tuneloop.explorer.versions.trial import CanaryController
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import LedgerUnavailable
-from tuneloop.shared.experience import steady_clock
+from tuneloop.shared.experience import VersionAction, steady_clock
 from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
-from tuneloop.shared.ledger.facts import Standstill
+from tuneloop.shared.ledger.facts import EngineFacts, ExplorerFacts, Standstill
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
-from tuneloop.shared.operations.diagnosis import Code
+from tuneloop.shared.ledger.recording.retention import PURGEABLE, Person, Retention, bounds_of, bounds_of_tenants
+from tuneloop.shared.ledger.versions.versions import VersionEvent
+from tuneloop.shared.logging import LOG
+from tuneloop.shared.operations.diagnosis import Code, find_stops
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.types import reveal
 from tuneloop.shared.telemetry.opening import open_tracing
+from tuneloop.shared.telemetry.spans import FinishedSpan, new_span, span_of_version
 
 #: Types of models whose head is their embeddings unless their configuration says otherwise.
 _TIED_UNLESS_SAID = ("gemma", "cohere")
@@ -78,10 +82,15 @@ class Address(NamedTuple):
     socket: str | None
 
 
-class WorkerReplicas(FleetReplicas, WatchedWorkers, Protocol):
+class WorkerReplicas(FleetReplicas, Protocol):
     """The workers, as the drain's thread tells them; `outbox_status` and `database_away` are what it told last."""
 
+    outbox_status: OutboxStatus
     database_away: bool
+
+    @property
+    def movements(self) -> Sequence[WorkerMovement]:
+        """Of the parts that a worker asks, as each reported last."""
 
     @property
     def url(self) -> str:
@@ -95,6 +104,158 @@ class WorkerReplicas(FleetReplicas, WatchedWorkers, Protocol):
 
     def begin_new_files(self) -> None:
         """Have all let their outbox files go."""
+
+
+_LOOK_S = 1.0
+
+#: The states of an engine that answers, or will in a moment.
+_ANSWERING = (EngineState.READY, EngineState.RELOADING, EngineState.ASLEEP)
+
+
+class StopWatch:
+    def __init__(self, fleet: Fleet, drain: Drain, metrics: Metrics, workers: WorkerReplicas) -> None:
+        self._fleet, self._drain, self._metrics, self._workers = fleet, drain, metrics, workers
+        self.judge_s: Callable[[], float] = lambda: 0.0
+        self._shown: set[str] = set()
+        self._stops: tuple[Standstill, ...] = ()
+        LOG.count_dropped = metrics.log_dropped.inc
+
+    def current(self) -> tuple[Standstill, ...]:
+        return self._stops
+
+    def outbox(self) -> OutboxStatus:
+        return self._workers.outbox_status
+
+    async def run(self) -> None:
+        await every(_LOOK_S, self.look, task="stops", metrics=self._metrics)
+
+    async def look(self) -> None:
+        seen, engines = self._workers.movements, []
+        answering = [engine for engine in self._fleet.engines if engine.state in _ANSWERING]
+        await asyncio.gather(*(engine.look([each.quiet[engine.number] for each in seen]) for engine in answering))
+        for engine in answering:
+            still_s = 0.0 if engine.state is EngineState.ASLEEP else engine.movement.still_s
+            engines.append(EngineFacts(engine.number, engine.state is EngineState.RELOADING, still_s))
+        facts = ExplorerFacts(
+            engines=tuple(engines),
+            database_s=time.monotonic() - self._drain.moved_at,
+            append_s=max((each.append_s for each in seen), default=0.0),
+            judge_s=self.judge_s(),
+            descriptors=min([descriptors_left(), *(each.descriptors for each in seen)]),
+            refusal=self.outbox().refusal,
+        )
+        self._stops = find_stops(facts)
+        codes = {stop.code for stop in self._stops}
+        self._shown |= codes
+        for code in self._shown:
+            self._metrics.alarm.labels(code).set(code in codes)
+        if replies := [each.reply_s for each in seen if each.reply_s is not None]:
+            self._metrics.last_reply.set(time.time() - min(replies))
+
+
+log = structlog.get_logger()
+
+#: How often the settings' retention is applied.
+PURGE_S = 3600.0
+
+
+class Forgetting:
+    def __init__(
+        self,
+        settings: Settings,
+        retention: Retention,
+        forget_files: Callable[[], None],
+        *,
+        metrics: Metrics,
+        interval_s: float,
+    ) -> None:
+        self._bounds, self._of_tenants = bounds_of(settings.retention), bounds_of_tenants(settings)
+        self._retention, self._forget_files, self._metrics = retention, forget_files, metrics
+        self._purged = {state: metrics.purged.labels(state.value) for state in PURGEABLE}
+        self._interval_s = interval_s
+        self._purge_at = 0.0
+        self._erased: dict[Person, float] = {}
+
+    async def run(self) -> None:
+        await every(self._interval_s, self.look, task="retention", metrics=self._metrics)
+
+    async def look(self) -> None:
+        """Forget what is to be forgotten by now. Raises LedgerUnavailable."""
+        erased = await asyncio.to_thread(self._retention.erasures)
+        if erased != self._erased:
+            self._forget_files()
+        self._erased = erased
+        if (self._bounds or self._of_tenants) and time.monotonic() >= self._purge_at:
+            await asyncio.to_thread(self._purge)
+            self._purge_at = time.monotonic() + PURGE_S
+
+    def _purge(self) -> None:
+        for state, count in self._retention.purge(self._bounds, of_tenants=self._of_tenants).experiences.items():
+            self._purged[state].inc(count)
+            if count:
+                log.info("experiences_purged", state=state.value, count=count)
+
+
+#: Actions that somebody decided on. What follows from one of them for other versions, such as that they retire, is in
+#: the table only.
+DECISIONS = (
+    VersionAction.CANARY,
+    VersionAction.PROMOTED,
+    VersionAction.ROLLED_BACK,
+    VersionAction.REJECTED,
+    VersionAction.PINNED,
+    VersionAction.UNPINNED,
+)
+
+_ANNOUNCED = "announced"
+
+#: Those after which a version is not served although somebody thought that it could be.
+_AGAINST = frozenset({VersionAction.ROLLED_BACK, VersionAction.REJECTED})
+
+
+class VersionLog:
+    """Follows the decisions in `version_events`; the explorer that first notes one in the ledger announces it."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        metrics: Metrics,
+        *,
+        interval_s: float,
+    ) -> None:
+        #: Called with each decision that is told, too.
+        self.tell: Callable[[VersionEvent], None] = lambda event: None
+        self._versions, self._explorers = ledger.versions, ledger.explorers
+        self._metrics = metrics
+        self._interval_s = interval_s
+        self._seen: int | None = None
+        self._champion = 0
+
+    async def run(self) -> None:
+        update = partial(asyncio.to_thread, self.update)
+        await every(self._interval_s, update, task="version_log", metrics=self._metrics)
+
+    def update(self) -> None:
+        if self._seen is None:
+            told = self._explorers.counts(_ANNOUNCED).get("", self._versions.last_event(DECISIONS))
+            self._seen = int(told)
+            self._explorers.advance(_ANNOUNCED, self._seen)
+            promoted = self._versions.events_since(0, (VersionAction.PROMOTED,))
+            self._champion = next((each.version for each in reversed(promoted) if each.id <= self._seen), 0)
+        for event in self._versions.events_since(self._seen, DECISIONS):
+            before = self._explorers.advance(_ANNOUNCED, event.id)
+            self._seen = event.id
+            self._tell(event, anew=before is None or event.id > before)
+
+    def _tell(self, event: VersionEvent, *, anew: bool) -> None:
+        if anew:
+            fields: dict[str, Any] = {"version": event.version, "from_version": self._champion}
+            say = log.warning if event.action in _AGAINST else log.info
+            say(f"version_{event.action}", **fields, by=event.actor, reason=event.reason or "", event_id=event.id)
+            self._metrics.version_decisions.labels(event.action.value, event.actor.partition(":")[0]).inc()
+            self.tell(event)
+        if event.action is VersionAction.PROMOTED:
+            self._champion = event.version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,3 +501,15 @@ def _supervision(
 def is_tied(config: Mapping[str, Any]) -> bool:
     default = str(config.get("model_type")).startswith(_TIED_UNLESS_SAID)
     return bool(config.get("tie_word_embeddings", default))
+
+
+def decision_span(event: VersionEvent, experiment: str) -> FinishedSpan:
+    at, reason = int(event.at * 1_000_000_000), event.reason or ""
+    return FinishedSpan(
+        name=f"version {event.action.value}",
+        id=new_span(),
+        started_ns=at,
+        ended_ns=at,
+        attributes={"tuneloop.version": event.version, "tuneloop.by": event.actor, "tuneloop.reason": reason},
+        links=[span_of_version(experiment, event.version)],
+    )

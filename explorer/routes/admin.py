@@ -15,6 +15,7 @@ from starlette.datastructures import QueryParams
 
 from tuneloop.explorer.auth import Caller, caller_of, operator_only
 from tuneloop.explorer.http.bodies import optional_name, optional_text, read_object, wrong_type
+from tuneloop.explorer.http.lists import json_response, parse_number
 from tuneloop.shared.errors import KeyRefused, PolicyRefused, RequestRefused
 from tuneloop.shared.experience import Scope, steady_clock
 from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits
@@ -62,7 +63,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
     @router.get("")
     async def get_versions() -> Response:
-        return _json({"object": "list", "data": await asyncio.to_thread(list_versions, ledger)})
+        return json_response({"object": "list", "data": await asyncio.to_thread(list_versions, ledger)})
 
     @router.get("/events")
     async def get_events(request: Request) -> Response:
@@ -71,19 +72,21 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         if not 1 <= last <= MAX_EVENTS:
             raise RequestRefused(f"last must be from 1 to {MAX_EVENTS}", code="out_of_range", param="last")
         version = _parse_number_param(query, "version") if "version" in query else None
-        return _json({"object": "list", "data": await asyncio.to_thread(list_events, ledger, version, last=last)})
+        return json_response(
+            {"object": "list", "data": await asyncio.to_thread(list_events, ledger, version, last=last)}
+        )
 
     @router.get("/compare")
     async def compare(request: Request) -> Response:
         query = request.query_params
         sides = [str(_parse_number_param(query, side)) for side in ("a", "b")]
-        return _json(
+        return json_response(
             await asyncio.to_thread(lambda: compare_versions(ledger, *(parse_version(side, ledger) for side in sides)))
         )
 
     @router.get("/{version}")
     async def get_version(version: str) -> Response:
-        return _json(await asyncio.to_thread(lambda: report_version(ledger, parse_version(version, ledger))))
+        return json_response(await asyncio.to_thread(lambda: report_version(ledger, parse_version(version, ledger))))
 
     within_s = settings.explorer.service_status_check_interval
 
@@ -99,7 +102,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
                 return decision(ledger, version and parse_version(version, ledger), decided)
 
             result = await asyncio.to_thread(make)
-            return _json(result._asdict() | {"taken_up_within_s": within_s})
+            return json_response(result._asdict() | {"taken_up_within_s": within_s})
 
         router.post(path)(decide)
 
@@ -116,14 +119,16 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     async def get_raters(request: Request) -> Response:
         caller, found = caller_of(request.scope), await asyncio.to_thread(ledger.raters.all)
         found = [each for each in found if caller.sees_all or each.tenant == caller.tenant]
-        return _json({"object": "list", "data": [each._asdict() for each in found]})
+        return json_response({"object": "list", "data": [each._asdict() for each in found]})
 
 
 def add_policies(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
     @app.get("/admin/policies")
     async def list_all(request: Request) -> Response:
         caller = caller_of(request.scope)
-        return _json({"object": "list", "data": await asyncio.to_thread(list_policies, ledger, tenant_of(caller))})
+        return json_response(
+            {"object": "list", "data": await asyncio.to_thread(list_policies, ledger, tenant_of(caller))}
+        )
 
     @app.post("/admin/policies")
     async def create(request: Request) -> Response:
@@ -136,7 +141,9 @@ def add_policies(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             if draft.tenant not in {"", caller.tenant}:
                 raise operator_only("the administrator of a tenant makes policies of that tenant alone")
             draft = msgspec.structs.replace(draft, tenant=caller.tenant)
-        return _json(await asyncio.to_thread(lambda: create_policy(settings, ledger, draft, by=f"admin:{caller.name}")))
+        return json_response(
+            await asyncio.to_thread(lambda: create_policy(settings, ledger, draft, by=f"admin:{caller.name}"))
+        )
 
     @app.post("/admin/policies/{name}/{action}")
     async def change(name: str, action: str, request: Request) -> Response:
@@ -160,7 +167,7 @@ def add_policies(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
                 )
             return {"name": name, "done": action}
 
-        return _json(await asyncio.to_thread(make))
+        return json_response(await asyncio.to_thread(make))
 
 
 def add_keys(app: FastAPI, ledger: Ledger) -> None:
@@ -170,7 +177,7 @@ def add_keys(app: FastAPI, ledger: Ledger) -> None:
     async def list_keys(request: Request) -> Response:
         tenant = tenant_of(caller_of(request.scope))
         found = await asyncio.to_thread(lambda: keys.all(tenant=tenant))
-        return _json({"object": "list", "data": [_report(key) for key in found]})
+        return json_response({"object": "list", "data": [_report(key) for key in found]})
 
     @app.post("/admin/keys")
     async def create_key(request: Request) -> Response:
@@ -186,13 +193,13 @@ def add_keys(app: FastAPI, ledger: Ledger) -> None:
             number = (await asyncio.to_thread(ledger.policies.find, policy, grant.tenant)).id
             grant = msgspec.structs.replace(grant, policy=number)
         key, secret = await asyncio.to_thread(lambda: keys.create(grant, actor=caller.name))
-        return _json(_report(key) | {"key": secret}, no_store=True)
+        return json_response(_report(key) | {"key": secret}, no_store=True)
 
     @app.get("/admin/keys/audit")
     async def audit(request: Request) -> Response:
         tenant = tenant_of(caller_of(request.scope))
         events = await asyncio.to_thread(lambda: keys.events(last=MAX_EVENTS, tenant=tenant))
-        return _json({"object": "list", "data": [event._asdict() for event in events]})
+        return json_response({"object": "list", "data": [event._asdict() for event in events]})
 
     @app.delete("/admin/keys/{key_id}")
     async def revoke_key(key_id: str, request: Request) -> Response:
@@ -200,7 +207,7 @@ def add_keys(app: FastAPI, ledger: Ledger) -> None:
         tenant = tenant_of(caller)
         if not await asyncio.to_thread(lambda: keys.revoke(key_id, actor=caller.name, tenant=tenant)):
             raise RequestRefused(f"no key {key_id[:64]!r} is in force", status=404, code="not_found", param="key_id")
-        return _json({"key_id": key_id, "revoked": True})
+        return json_response({"key_id": key_id, "revoked": True})
 
 
 def tenant_of(caller: Caller) -> str | None:
@@ -248,19 +255,23 @@ def _report(key: AccessKey) -> dict[str, Any]:
     return report
 
 
+def find_policy(ledger: Ledger, name: str, tenant: str | None, *, param: str = "policy") -> Policy:
+    try:
+        return ledger.policies.find(name, tenant)
+    except PolicyRefused as error:
+        raise RequestRefused(str(error), status=404, code="policy_not_found", param=param) from None
+
+
 def _own(ledger: Ledger, caller: Caller, name: str, tenant: str | None) -> Policy:
     """A policy that the caller may change. Raises RequestRefused."""
-    try:
-        policy = ledger.policies.find(name, tenant if caller.sees_all else caller.tenant)
-    except PolicyRefused as error:
-        raise RequestRefused(str(error), status=404, code="policy_not_found", param="name") from None
+    policy = find_policy(ledger, name, tenant if caller.sees_all else caller.tenant, param="name")
     if not caller.sees_all and policy.tenant != caller.tenant:
         raise operator_only("a policy of all tenants is changed by an operator alone")
     return policy
 
 
 def parse_version(version: str, ledger: Ledger) -> int:
-    number = _parse_number(version)
+    number = parse_number(version)
     if number is None or ledger.versions.get(number) is None:
         message = f"there is no version {version[:_DIGITS]}"
         raise RequestRefused(message, status=404, code="version_not_found", param="version")
@@ -284,16 +295,7 @@ def parse_decision(body: dict[str, Any]) -> DecisionRequest:
 
 
 def _parse_number_param(query: QueryParams, param: str, default: int | None = None) -> int:
-    found = default if param not in query else _parse_number(query[param])
+    found = default if param not in query else parse_number(query[param])
     if found is None:
         raise wrong_type(param, "a number")
     return found
-
-
-def _parse_number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS else None
-
-
-def _json(body: object, *, no_store: bool = False) -> Response:
-    headers = {"cache-control": "no-store"} if no_store else None
-    return Response(msgspec.json.encode(body), headers=headers, media_type="application/json")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import structlog
 from fastapi import FastAPI, Request
@@ -22,6 +22,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.http.bodies import optional_text, read_object, wrong_type
+from tuneloop.explorer.http.lists import page_response, parse_page_query
 from tuneloop.explorer.limits import METER_KEY
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.shared.checkpoints import sync_folder
@@ -122,22 +123,14 @@ class FileRoutes:
         return JSONResponse(_file(kept))
 
     async def list_files(self, request: Request) -> Response:
-        query = request.query_params
-        limit, order = query.get("limit", str(MAX_LIMIT)), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdigit() and len(limit) <= 5 and 1 <= int(limit) <= MAX_LIMIT):
-            raise RequestRefused(f"limit must be an integer from 1 to {MAX_LIMIT}", code="out_of_range", param="limit")
-        if order not in {"asc", "desc"}:
-            raise RequestRefused("order must be asc or desc", code="invalid_value", param="order")
-        way: Literal["asc", "desc"] = "asc" if order == "asc" else "desc"
-        tenant, purpose, after = caller_of(request.scope).tenant, query.get("purpose"), query.get("after")
-        look = partial(self._files.page, tenant, purpose=purpose, after=after, order=way, limit=int(limit))
+        query = parse_page_query(request.query_params, default=MAX_LIMIT, most=MAX_LIMIT, order="desc")
+        tenant, purpose = caller_of(request.scope).tenant, request.query_params.get("purpose")
+        look = partial(self._files.page, tenant, purpose=purpose, **query._asdict())
         try:
             page = await asyncio.to_thread(look)
         except FileRefused as error:
             raise RequestRefused(f"after: {error}", code="invalid_value", param="after") from None
-        data = [_file(each) for each in page.files]
-        ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
-        return JSONResponse({"object": "list", "data": data, **ends, "has_more": page.more})
+        return page_response([_file(each) for each in page.files], more=page.more)
 
     async def retrieve(self, file_id: str, request: Request) -> Response:
         return JSONResponse(_file(await self._find(request, file_id)))

@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
 import httpx
-import msgspec
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -15,6 +14,7 @@ from tuneloop.explorer.auth import Caller, caller_of
 from tuneloop.explorer.engines.fleet import Fleet
 from tuneloop.explorer.engines.model_routes import no_model
 from tuneloop.explorer.http.bodies import read_object, wrong_type
+from tuneloop.explorer.http.lists import json_response, page_response, parse_page_query
 from tuneloop.explorer.jobs import asking
 from tuneloop.explorer.routes.stored_completions import parse_metadata
 from tuneloop.shared.errors import EngineError, JobRefused, RequestRefused
@@ -28,7 +28,6 @@ from tuneloop.shared.settings.settings import Settings
 PATH = "/v1/fine_tuning/jobs"
 
 _MAX_BODY_BYTES = 1 << 20  # a grader's prompt may be long
-_MAX_LIMIT = 100
 
 _MEASURES = ("loss", "mean_token_accuracy", "mean_reward")
 
@@ -69,13 +68,13 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         def make() -> Job:
             return create_job(settings, ledger, body, tenant=caller.tenant, by=_actor(caller))
 
-        return _json(describe_job(await asyncio.to_thread(make)))
+        return json_response(describe_job(await asyncio.to_thread(make)))
 
     @app.get(PATH)
     async def list_all(request: Request) -> Response:
         caller, query = caller_of(request.scope), request.query_params
         keep = {name[9:-1]: value for name, value in query.items() if name.startswith("metadata[") and name[-1] == "]"}
-        after, limit = query.get("after"), _limit_of(request, 20)
+        limit, _, after = parse_page_query(query)
 
         def read() -> tuple[list[Job], list[float | None]]:
             page = list(islice(jobs.page(caller.tenant, after=after, keep=keep), limit + 1))
@@ -83,13 +82,14 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
 
         page, ends = await _find(read, "after")
         await _until_known(request, page)
-        return _page([describe_job(*each) for each in zip(page, ends, strict=True)], limit)
+        told = [describe_job(*each) for each in zip(page, ends, strict=True)]
+        return page_response(told[:limit], more=len(told) > limit)
 
     @app.get(f"{PATH}/{{job_id}}")
     async def retrieve(request: Request, job_id: str) -> Response:
         job = await _find(lambda: jobs.get(job_id, caller_of(request.scope).tenant), "fine_tuning_job_id")
         await _until_known(request, [job])
-        return _json(describe_job(job, await asyncio.to_thread(_finish_of, ledger, job)))
+        return json_response(describe_job(job, await asyncio.to_thread(_finish_of, ledger, job)))
 
     _add_lists(app, ledger)
     _add_decisions(app, ledger)
@@ -100,11 +100,7 @@ def _add_lists(app: FastAPI, ledger: Ledger) -> None:
 
     @app.get(f"{PATH}/{{job_id}}/events")
     async def list_events(request: Request, job_id: str) -> Response:
-        tenant, limit, after = (
-            caller_of(request.scope).tenant,
-            _limit_of(request, 20),
-            request.query_params.get("after"),
-        )
+        tenant, (limit, _, after) = caller_of(request.scope).tenant, parse_page_query(request.query_params)
         before = None if after is None else after.removeprefix(_EVENT)
         if before is not None and not (before.isascii() and before.isdigit() and len(before) < 19):
             raise RequestRefused(f"there is no event {after}", status=404, code="not_found", param="after")
@@ -116,15 +112,11 @@ def _add_lists(app: FastAPI, ledger: Ledger) -> None:
             | {"object": "fine_tuning.job.event", "id": f"{_EVENT}{each.id}", "created_at": int(each.at)}
             for each in events
         ]
-        return _page(found, limit)
+        return page_response(found[:limit], more=len(found) > limit)
 
     @app.get(f"{PATH}/{{job_id}}/checkpoints")
     async def list_checkpoints(request: Request, job_id: str) -> Response:
-        tenant, limit, after = (
-            caller_of(request.scope).tenant,
-            _limit_of(request, 10),
-            request.query_params.get("after"),
-        )
+        tenant, (limit, _, after) = caller_of(request.scope).tenant, parse_page_query(request.query_params, default=10)
         job = await _find(lambda: jobs.get(job_id, tenant), "fine_tuning_job_id")
         found = [describe_checkpoint(job, each) for each in await asyncio.to_thread(jobs.checkpoints, job.id)]
         if after is not None:
@@ -132,7 +124,7 @@ def _add_lists(app: FastAPI, ledger: Ledger) -> None:
             if after not in ids:
                 raise RequestRefused(f"there is no checkpoint {after}", status=404, code="not_found", param="after")
             found = found[ids.index(after) + 1 :]
-        return _page(found[: limit + 1], limit)
+        return page_response(found[:limit], more=len(found) > limit)
 
 
 def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
@@ -150,7 +142,7 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
                 raise JobRefused(f"the job is {job.state}, and only a paused job is resumed")
             return jobs.change(job.id, state, f"{message} {_actor(caller)}")
 
-        return _json(describe_job(await asyncio.to_thread(decide)))
+        return json_response(describe_job(await asyncio.to_thread(decide)))
 
     @app.delete("/v1/models/{name:path}")
     async def delete_model(request: Request, name: str) -> Response:
@@ -173,7 +165,7 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
         policy = await asyncio.to_thread(end)
         fleet: Fleet = request.app.state.services.fleet
         await fleet.learn_policies(policy)
-        return _json({"id": name, "object": "model", "deleted": True})
+        return json_response({"id": name, "object": "model", "deleted": True})
 
 
 def add_graders(app: FastAPI, *, timeout_s: float) -> None:
@@ -241,14 +233,6 @@ def _actor(caller: Caller) -> str:
     return f"key:{caller.name}" if caller.name else "a client without a key"
 
 
-def _limit_of(request: Request, default: int) -> int:
-    text = request.query_params.get("limit", str(default))
-    limit = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else 0
-    if not 1 <= limit <= _MAX_LIMIT:
-        raise RequestRefused(f"limit must be from 1 to {_MAX_LIMIT}", code="invalid_value", param="limit")
-    return limit
-
-
 def describe_job(job: Job, estimated_finish: float | None = None) -> dict[str, Any]:
     own: dict[str, Any] = {"hyperparameters": job.hyperparameters}
     if job.grader is not None:
@@ -299,13 +283,3 @@ def describe_checkpoint(job: Job, checkpoint: Checkpoint) -> dict[str, Any]:
         "metrics": {name: told[name] for name in _METRICS if name in told},
         "fine_tuning_job_id": job.id,
     }
-
-
-def _page(data: Sequence[dict[str, Any]], limit: int) -> Response:
-    shown = data[:limit]
-    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-    return _json({"object": "list", "data": shown, "has_more": len(data) > limit} | ends)
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

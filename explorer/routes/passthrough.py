@@ -14,6 +14,7 @@ from tuneloop.explorer.engines.adapter_names import without_adapters
 from tuneloop.explorer.engines.fleet import Fleet, PinParser
 from tuneloop.explorer.engines.model_routes import JobNotOver, PolicyView, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, check_template, parse_object, read_bytes
+from tuneloop.explorer.http.lists import json_response
 from tuneloop.explorer.limits import Admission, tokens_of
 from tuneloop.explorer.proxy.media import refuse_remote_files, with_own_uuids
 from tuneloop.shared.errors import EngineError, RequestRefused
@@ -62,7 +63,7 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     async def models(request: Request, fleet: FleetOf) -> Response:
         policies = await _policies(request, fleet)
         if pins.allowed or pins.aliases or policies:
-            return _json({"object": "list", "data": await list_models(fleet, policies)})
+            return json_response({"object": "list", "data": await list_models(fleet, policies)})
         response = await ask_engine(fleet, "GET", "/v1/models")
         return Response(without_adapters(bytes(response.body)), response.status_code, media_type="application/json")
 
@@ -72,7 +73,7 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
             raise HTTPException(404)
         for each in await list_models(fleet, await _policies(request, fleet)):
             if each.get("id") == name:
-                return _json(each)
+                return json_response(each)
         message = "the model does not exist: GET /v1/models lists those that do"  # a key may stand in its place
         raise RequestRefused(message, status=404, code="model_not_found", param="model")
 
@@ -188,7 +189,3 @@ async def ask_engine(
         status = reply.status if 400 <= reply.status < 600 else 502
         raise RequestRefused(f"the engine answered {reply.status}", status=status, code="engine_error")
     return Response(answer, reply.status, media_type="application/json")
-
-
-def _json(body: object) -> Response:
-    return Response(orjson.dumps(body), media_type="application/json")

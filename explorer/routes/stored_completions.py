@@ -4,9 +4,8 @@ import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, TypeVar
 
-import msgspec
 import orjson
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import Response
@@ -17,6 +16,7 @@ from tuneloop.explorer.auth import caller_of
 from tuneloop.explorer.dialects.dialect import RESPONSES, ResponsesDialect
 from tuneloop.explorer.dialects.responses_request import normalize
 from tuneloop.explorer.http.bodies import read_object, wrong_type
+from tuneloop.explorer.http.lists import PageQuery, json_response, page_response, parse_page_query
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.ledger import Ledger
@@ -38,8 +38,6 @@ from tuneloop.shared.ledger.recording.stored_completions import (
 from tuneloop.shared.operations.explain import Explanation, explain
 from tuneloop.shared.settings.settings import Settings
 
-MAX_LIMIT, DEFAULT_LIMIT = 100, 20
-
 #: Bytes of the largest metadata, each character of it escaped.
 _MAX_BODY_BYTES = 256 << 10
 
@@ -51,12 +49,6 @@ _PAIR = re.compile(r"metadata\[(.*)\]", re.DOTALL).fullmatch
 _T = TypeVar("_T")
 
 Json = dict[str, Any]
-
-
-class PageQuery(NamedTuple):
-    limit: int
-    order: Literal["asc", "desc"]
-    after: str | None
 
 
 class CompletionReader:
@@ -103,30 +95,30 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
         query = parse_page_query(request.query_params)
         tags = wanted_tags(reader.tenant, request.query_params, reader.recorder.pairs_as_stored)
         await reader.wait_until_taken()  # a list may lag behind, so an unavailable database is no error here
-        return await asyncio.to_thread(lambda: _list(*_page(completions, reader.tenant, query, tags, to_object)))
+        return await asyncio.to_thread(lambda: _page(completions, reader.tenant, query, tags, to_object))
 
     @app.get(f"{ENDPOINT}/{{msg_id}}")
     async def get_completion(msg_id: str, reader: CompletionReaderOf) -> Response:
-        return _json(to_object(await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))))
+        return json_response(to_object(await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))))
 
     @app.post(f"{ENDPOINT}/{{msg_id}}")
     async def update_completion(msg_id: str, request: Request, reader: CompletionReaderOf) -> Response:
         pairs = reader.recorder.pairs_as_stored(parse_metadata(await read_object(request, max_bytes=_MAX_BODY_BYTES)))
         await reader.find(msg_id, lambda: completions.change_metadata(reader.tenant, msg_id, pairs=pairs) or None)
-        return _json(to_object(await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))))
+        return json_response(to_object(await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))))
 
     @app.delete(f"{ENDPOINT}/{{msg_id}}")
     async def delete_completion(msg_id: str, reader: CompletionReaderOf) -> Response:
         if await reader.find(msg_id, lambda: completions.delete(reader.tenant, msg_id)) is Deletion.LEASED:
             message = f"the trainer is learning from {msg_id!r}; nothing was deleted: try again when it is done"
             raise RequestRefused(message, status=409, code="leased", retry_after_s=_LEASE_S)
-        return _json({"object": "chat.completion.deleted", "id": msg_id, "deleted": True})
+        return json_response({"object": "chat.completion.deleted", "id": msg_id, "deleted": True})
 
     @app.get(f"{ENDPOINT}/{{msg_id}}/messages")
     async def list_messages(msg_id: str, request: Request, reader: CompletionReaderOf) -> Response:
         query = parse_page_query(request.query_params)
         stored = await reader.find(msg_id, lambda: completions.get(reader.tenant, msg_id))
-        return _list(*_slice(messages(stored), query))
+        return _slice(messages(stored), query)
 
     @app.get(f"{ENDPOINT}/{{msg_id}}/explain")
     async def explain_reply(request: Request, msg_id: str, reader: CompletionReaderOf) -> Response:
@@ -141,7 +133,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             found = await asyncio.to_thread(read)
         if not found.replies:
             raise RequestRefused("; ".join(found.sentences), status=404, code="not_found", param="completion_id")
-        return _json(found.as_json())
+        return json_response(found.as_json())
 
 
 def add_responses(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
@@ -177,18 +169,7 @@ def add_responses(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             ],
         }
         dialect: ResponsesDialect = services.dialects[RESPONSES]
-        return _json(await dialect.rebuild(body, reply, response_id))
-
-
-def parse_page_query(query: QueryParams) -> PageQuery:
-    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "asc")
-    if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MAX_LIMIT):
-        raise RequestRefused(f"limit must be an integer from 1 to {MAX_LIMIT}", code="out_of_range", param="limit")
-    if order == "asc":
-        return PageQuery(int(limit), "asc", query.get("after"))
-    if order == "desc":
-        return PageQuery(int(limit), "desc", query.get("after"))
-    raise RequestRefused("order must be asc or desc", code="invalid_value", param="order")
+        return json_response(await dialect.rebuild(body, reply, response_id))
 
 
 def wanted_tags(
@@ -245,7 +226,7 @@ def _page(
     query: PageQuery,
     tags: set[bytes],
     to_object: Callable[[StoredExchange], StoredCompletion],
-) -> tuple[list[tuple[str, StoredCompletion]], bool]:
+) -> Response:
     cursor = None if query.after is None else completions.cursor_of(tenant, query.after)
     if query.after is not None and cursor is None:
         raise _unknown_after(query.after)
@@ -256,28 +237,18 @@ def _page(
             f" {MAX_EXAMINED} has all of them: filter by a rarer pair, or by fewer"
         )
         raise RequestRefused(message, code="filter_too_broad", param="metadata")
-    return [(each.msg_id, to_object(each)) for each in page.found], page.more
+    return page_response([to_object(each) for each in page.found], more=page.more)
 
 
-def _slice(found: Sequence[dict[str, Any]], query: PageQuery) -> tuple[list[tuple[str, dict[str, Any]]], bool]:
-    items = [(each["id"], each) for each in (found if query.order == "asc" else reversed(found))]
+def _slice(found: Sequence[dict[str, Any]], query: PageQuery) -> Response:
+    items = found if query.order == "asc" else found[::-1]
     if query.after is not None:
-        ids = [item_id for item_id, _ in items]
+        ids = [each["id"] for each in items]
         if query.after not in ids:
             raise _unknown_after(query.after)
         items = items[ids.index(query.after) + 1 :]
-    return items[: query.limit], len(items) > query.limit
+    return page_response(items[: query.limit], more=len(items) > query.limit)
 
 
 def _unknown_after(after: str) -> RequestRefused:
     return RequestRefused(f"after: nothing in this list has the id {after!r}", code="invalid_value", param="after")
-
-
-def _list(items: Sequence[tuple[str, object]], more: bool) -> Response:
-    ids = [item_id for item_id, _ in items]
-    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-    return _json({"object": "list", "data": [each for _, each in items], **ends, "has_more": more})
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

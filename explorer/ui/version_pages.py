@@ -6,12 +6,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
-from tuneloop.explorer.routes.admin import parse_decision, parse_version
+from tuneloop.explorer.routes.admin import find_policy, parse_decision, parse_version
 from tuneloop.explorer.ui.conversation import read_calls, read_request
 from tuneloop.explorer.ui.overview import chart_of, compare_versions_by_reward, reward_points
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site
-from tuneloop.shared.errors import PolicyRefused, RequestRefused, VersionRefused
+from tuneloop.shared.errors import RequestRefused, VersionRefused
 from tuneloop.shared.experience import VersionState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import Policy
@@ -111,10 +111,7 @@ def _tenant_of(site: Site, request: Request) -> str | None:
 def _policy_of(site: Site, request: Request) -> Policy:
     tenant, _, name = request.query_params.get("policy", "default").rpartition("/")
     own = _tenant_of(site, request)
-    try:
-        return site.ledger.policies.find(name, own if own is not None else tenant or None)
-    except PolicyRefused as error:
-        raise RequestRefused(str(error), status=404, code="policy_not_found", param="policy") from None
+    return find_policy(site.ledger, name, own if own is not None else tenant or None)
 
 
 def _list(ledger: Ledger, policy: Policy) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.feedback.judge import judge_of as model_judge_of
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.versions.gate import Gate
 from tuneloop.explorer.versions.loading import Verifier, is_away, load, verify_wanted
-from tuneloop.explorer.versions.reload import Reloader
+from tuneloop.explorer.versions.reload import Gate, Reloader
 from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.rewards.reply import Reply
 from tuneloop.shared.errors import (

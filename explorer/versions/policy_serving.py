@@ -21,7 +21,6 @@ from tuneloop.explorer.engines.model_routes import AdapterView, JobView, PolicyV
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.evaluation import AGAIN_S, evaluate_beside
-from tuneloop.explorer.versions.gate import Gate
 from tuneloop.explorer.versions.loading import (
     Verifier,
     actor_of,
@@ -30,7 +29,7 @@ from tuneloop.explorer.versions.loading import (
     start_verifier_ahead,
     verify_wanted,
 )
-from tuneloop.explorer.versions.reload import wait_for_registration
+from tuneloop.explorer.versions.reload import Gate, wait_for_registration
 from tuneloop.explorer.versions.trial import CanaryController, CanaryTrial, current_trial
 from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import (

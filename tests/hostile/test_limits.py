@@ -18,7 +18,7 @@ from tuneloop.explorer import edge, tokens
 from tuneloop.explorer.dialects import conversations
 from tuneloop.explorer.drain import STOP_S
 from tuneloop.explorer.feedback import events, routes
-from tuneloop.explorer.http import bodies
+from tuneloop.explorer.http import bodies, lists
 from tuneloop.explorer.limits import ConnectionLimits
 from tuneloop.explorer.processes import worker
 from tuneloop.explorer.proxy import request
@@ -69,7 +69,7 @@ FIXED: dict[str, object] = {
     "text in one call of feedback, counted once for each id": events.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
     "tasks named in one commit": routes.MAX_TASKS,
-    "completions in one listing": stored_completions.MAX_LIMIT,
+    "completions in one listing": lists.MAX_LIMIT,
     "completions examined for a listing with several filters": MAX_EXAMINED,
     "pairs of a stored completion's new metadata": MAX_PAIRS,
     "a body with a stored completion's new metadata": stored_completions._MAX_BODY_BYTES,

@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from tests.factories import trained
 from tuneloop.explorer.metrics import Metrics
-from tuneloop.explorer.processes.version_log import VersionLog
+from tuneloop.explorer.processes.services import VersionLog
 from tuneloop.shared.ledger.ledger import Ledger
 
 

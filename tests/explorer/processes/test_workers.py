@@ -27,8 +27,8 @@ from tests.explorer.running import HELLO, eventually, settings_for
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.loop.harness.services import alive, command_of, descendants
 from tests.outboxes import exchanges_in, records_by_file
+from tuneloop.explorer.__main__ import listen
 from tuneloop.explorer.channel import AnswerMessage, Channel
-from tuneloop.explorer.http.sockets import listen
 from tuneloop.explorer.processes import control
 from tuneloop.explorer.processes.control import WorkerProcess, Workers
 from tuneloop.runner.outbox import SUFFIX, owner_of

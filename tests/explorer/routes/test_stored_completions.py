@@ -16,7 +16,7 @@ from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tests.factories import exchange, experience
 from tests.house.documents.page_files import python_of
-from tuneloop.explorer.routes.stored_completions import DEFAULT_LIMIT, MAX_LIMIT
+from tuneloop.explorer.http.lists import DEFAULT_LIMIT, MAX_LIMIT
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import Exchange, State
 from tuneloop.shared.ledger.ledger import BatchRules

@@ -9,7 +9,7 @@ from tests import factories
 from tests.explorer.running import RunningExplorer
 from tests.explorer.ui.conftest import Filled
 from tests.explorer.ui.filled import HOSTILE, REPLIES, VERSIONS
-from tuneloop.explorer.ui.rendering import figure
+from tuneloop.explorer.ui.site import figure
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import DEFAULT_TENANT, Exchange
 

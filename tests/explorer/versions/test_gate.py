@@ -18,7 +18,7 @@ from tests.explorer.versions.test_reload import until, until_ready, version
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
-from tuneloop.explorer.versions.gate import Gate
+from tuneloop.explorer.versions.reload import Gate
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.evaluation.scores import Figure
 from tuneloop.shared.evaluation.tasks import fingerprint, tasks_of

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from tests.loop.harness.bare_engine import KEY, MODEL, engine_on, put_weights, session_of, url_of
 from tests.loop.harness.oracle import Oracle
 from tests.loop.harness.services import free_port, make_model
-from tuneloop.explorer.engines.proof.log_probabilities import ProbeFindings
+from tuneloop.explorer.engines.proof.fingerprint import ProbeFindings
 from tuneloop.explorer.engines.proof.reload_trial import require_samples_of_the_policy
 from tuneloop.explorer.engines.vllm import CAPTURE_TEXT, EngineControl
 from tuneloop.explorer.versions.safetensors import fingerprints_of, tensors

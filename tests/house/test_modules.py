@@ -20,7 +20,6 @@ MEANINGS = {
     "evaluation": "a candidate's figures on the gate's tasks",
     "feedback": "what users say of replies after them, on its way to rewards",
     "files": "files of users: of the command line, and those that were uploaded",
-    "gate": "the rule that admits a candidate, and who applies it",
     "judge": "a language model that gives a reply a score",
     "judging": "what is judged, and by which rule",
     "keys": "the keys that clients are let in by",

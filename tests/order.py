@@ -1,7 +1,7 @@
 """Which groups of tests begin first: those that take longest, or the last of them would run alone; which are slow.
 
 A group is what shares an engine, or a file. The seconds are rough, of two cores; who is not named takes fewer than any.
-Slow are the files and functions of slow.txt, which `make test` leaves to `make slow`. `pytest --durations=0` measures both.
+Slow are the files and functions of slow.txt, which `make test` leaves to `make slow`. `--durations=0` tells both.
 """
 
 from functools import cache

@@ -159,7 +159,6 @@ class FileJobs:
         return TakenLines(job.rows_taken, job.rows_taken + len(order), rows, tokens, warnings)
 
     def _end(self, job: Job) -> None:
-        """End a job of which no row is left."""
         line = self._ledger.versions.of(job.policy).now().versions
         ended = [each for each in line if each.state in {VersionState.REJECTED, VersionState.ROLLED_BACK}]
         newest = self._ledger.versions.of(job.policy).newest()

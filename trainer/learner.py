@@ -294,10 +294,7 @@ class Learner:
         return all_BR
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[tuple[Tensor, bool]]:
-        """This rank's micro-batches, and whether each counts.
-
-        Ranks that share weights make as many passes each: who has fewer reads the shortest row again for nothing.
-        """
+        """This rank's micro-batches, and whether each counts: those that share weights make as many passes each."""
         models = (self.actor, self.critic, self.reference)
         padded = not all(model.is_packed for model in models if model is not None)
 

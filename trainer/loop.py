@@ -339,7 +339,6 @@ class TrainingLoop:
         self._now.note_published()
 
     def _end_publication(self) -> None:
-        """If one has begun and is over."""
         now = self._now
         if not self._publisher.is_over:
             return

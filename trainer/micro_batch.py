@@ -53,10 +53,7 @@ class _Memory(msgspec.Struct, frozen=True):
 
 
 def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | None = None) -> Settings:
-    """The settings, with what they leave open chosen for the GPU's memory: `free` bytes of `total`.
-
-    Raises EnvironmentRefused if nothing fits. A model whose memory cannot be reckoned has the default of a CPU.
-    """
+    """The settings, with what they leave open chosen for a GPU's `free` of `total` bytes. Raises EnvironmentRefused."""
     device = device_of(settings)
     if free is None or total is None:
         if device.type != "cuda" or settings.trainer.micro_batch_tokens is not None:
@@ -92,10 +89,7 @@ _TRAFFIC_LOOK_S = 0.05
 
 
 class TrafficYield:
-    """To be called before each pass through a model, if `trainer.yield_to_traffic`.
-
-    The clock of the mark is never compared with ours: what counts is that it was touched since the last look.
-    """
+    """To be called before each pass through a model, if `trainer.yield_to_traffic`. No two clocks are compared."""
 
     def __init__(self, settings: Settings, stop: Stop) -> None:
         self._job_dir, self._stop = settings.job_dir, stop
@@ -158,7 +152,6 @@ class MicroBatch:
     def __init__(
         self, settings: Settings, stop: Stop | None = None, *, take_gpu: Callable[[Learner], None] | None = None
     ) -> None:
-        """`take_gpu` is called before a GPU is needed."""
         self._take_gpu = take_gpu
         self._settings, self._setting = settings, settings.trainer.tokens_at_once
         self._path = settings.job_dir / _FILE
@@ -174,10 +167,7 @@ class MicroBatch:
         self._yielding = TrafficYield(settings, stop or Event()) if settings.trainer.yield_to_traffic else None
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
-        """`learner.step`, in micro-batches that fit.
-
-        Raises SamplesRefused for a row that does not fit alone, EnvironmentRefused if none does, and what that raises.
-        """
+        """`learner.step`, in micro-batches that fit. Raises SamplesRefused, EnvironmentRefused, as that does."""
         learner.smaller = partial(self._shrink_together, ref(learner))
         self._samples = samples
         self.take_gpu(learner)

@@ -533,7 +533,6 @@ class PoliciesInMemory:
         return written
 
     def _open(self, policy: Policy) -> PolicyTraining:
-        """What a policy is trained with, as of its newest version."""
         chosen = self.settings_of(policy)
         if chosen is None:
             raise PolicyRefused("its options are refused")

@@ -329,11 +329,7 @@ class DataCollector:
         user_feedback: Mapping[str, Any] | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> RunRecord:
-        """Run an agent on what a user said, and record it. Raises what the agent raises, and then records nothing.
-
-        An agent is a function of the text, or one of AgentScope, whose messages are read from its memory. Calls in one
-        thread share an event loop, so that it may keep its connections. Where one runs already, use `collect_async`.
-        """
+        """Run an agent, AgentScope's or a function of the text, in this thread's event loop, and record it."""
         return run_in_thread_loop(self.collect_async(agent, user_input, user_feedback, rewards))
 
     async def collect_async(

@@ -99,11 +99,7 @@ class VersionsClient:
     def create_ab_test(
         self, version_a: int | str, version_b: int | str, *, traffic_ratio: Mapping[AB, float] | None = None
     ) -> ABTest:
-        """A test of two versions, or of policies by their names; `traffic_ratio` is {"a": 0.7, "b": 0.3}.
-
-        A version is served as a policy of its own, `version-4`, that is not trained. Raises ValueError for a ratio that
-        is none.
-        """
+        """A test of two versions or policies; `traffic_ratio` is such as {"a": 0.7, "b": 0.3}. Raises ValueError."""
         ratio = traffic_ratio or {"a": 0.5, "b": 0.5}
         if abs(sum(ratio.values()) - 1) > _ROUNDING or "b" not in ratio:
             raise ValueError(f"traffic_ratio: {dict(ratio)} must be shares of a and b that add up to 1")

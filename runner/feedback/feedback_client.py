@@ -134,7 +134,6 @@ class _Client:
         return True
 
     def _hang_up(self) -> None:
-        """Close the connections, which are opened again where they are needed."""
         client, self._http = self._http, None
         if client is not None:
             client.close()

@@ -209,7 +209,6 @@ def retry_after_s(response: httpx.Response) -> float | None:
 
 
 def _refusal(response: _Response) -> tuple[str, str]:
-    """What the judge answered instead, and its words."""
     if isinstance(response, httpx.Response):
         return f"the judge answered {response.status_code}", response.text
     return "the judge does not answer", repr(response)

@@ -177,11 +177,7 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
 def read_stored_completions(
     url: str, *, api_key: str | None = None, metadata: Mapping[str, str] | None = None
 ) -> Iterator[LoggedExchange]:
-    """The stored completions of a service, the oldest first; `url` is the service's, without /v1.
-
-    `metadata` keeps those with just these pairs. What the service was told beside metadata, such as rewards, an export
-    has and this does not. Raises ServiceRefused where the service does not answer with a list.
-    """
+    """The stored completions of a service, the oldest first, of just this `metadata`. Raises ServiceRefused."""
     base = f"{url.rstrip('/')}/v1/chat/completions"
     with httpx.Client(timeout=_TIMEOUT_S, headers=header_of_key(api_key)) as client:
         filters = {f"metadata[{key}]": value for key, value in (metadata or {}).items()}

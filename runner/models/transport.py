@@ -69,13 +69,10 @@ def _library() -> Any:
 
 @lru_cache
 def _subclass_of(ours: type, base: type) -> type:
-    """Ours as a subclass of the library's."""
     return types.new_class(ours.__name__, (ours, base))
 
 
 class _Transport:
-    """For clients in threads."""
-
     def __init__(self, library: Any, calls: RunCalls) -> None:
         self._library, self._calls = library, calls
 

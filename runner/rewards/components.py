@@ -40,11 +40,7 @@ def matches(pattern: str) -> Component:
 
 
 def numeric(*, tolerance: float = 1e-6) -> Component:
-    """1 if the last number in the text is `expected`, within `tolerance` of its size (and absolutely, below 1).
-
-    >>> numeric()(Reply(text="12 apples at 100 make 1,200.", expected=1200))
-    1.0
-    """
+    """1 if the last number in the text is `expected`, within `tolerance` of its size (and absolutely, below 1)."""
 
     def component(reply: Reply) -> float:
         right = float(str(_expected_value(reply, "numeric")).replace(",", ""))
@@ -78,11 +74,7 @@ def json_format() -> Component:
 
 
 def tool_name(*expected: str) -> Component:
-    """The share of the expected tools that were called, in their order; `expected` or the reply's `expected_calls`.
-
-    >>> tool_name()(Reply(text="", tool_calls=(ToolCall("search"),), expected_calls=(ToolCall("search"),)))
-    1.0
-    """
+    """The share of the expected tools that were called, in their order; `expected` or the reply's `expected_calls`."""
 
     def component(reply: Reply) -> float:
         wanted = expected or tuple(each.name for each in _expected_calls(reply, "tool_name"))
@@ -134,13 +126,7 @@ def tool_success() -> Component:
 
 
 def invalid_tools(*offered: str | Mapping[str, Any]) -> Component:
-    """How many calls name no tool that was offered, or have arguments that are no JSON object. Weigh it below 0.
-
-    Where neither `offered` nor the reply names a tool, any name is valid.
-
-    >>> invalid_tools("search")(Reply(text="", tool_calls=(ToolCall("search", {}), ToolCall("delete_all", {}))))
-    1.0
-    """
+    """How many calls name no tool that was offered, if any was told, or have no JSON object. Weigh it below 0."""
 
     names = tool_names(offered)
 

@@ -93,11 +93,7 @@ class Reply:
 
 
 def tool_names(tools: Iterable[str | Mapping[str, Any]]) -> tuple[str, ...]:
-    """The names of tools, which are names or stand as in a request. Raises ValueError for a tool without a name.
-
-    >>> tool_names(["search", {"type": "function", "function": {"name": "read"}}, {"type": "function", "name": "send"}])
-    ('search', 'read', 'send')
-    """
+    """The names of tools, which are names or stand as in a request. Raises ValueError for a tool without a name."""
     found = [each if isinstance(each, str) else (each.get("function") or each).get("name") for each in tools]
     if not all(found):
         raise ValueError("tools: a tool has no name")
@@ -207,11 +203,7 @@ def plain_object(thing: object) -> dict[str, Any]:
 
 
 def arguments_text(arguments: object) -> str:
-    """A tool call's arguments as OpenAI has them, JSON text.
-
-    >>> arguments_text({"q": "invoice"})
-    '{"q": "invoice"}'
-    """
+    """A tool call's arguments as OpenAI has them, JSON text."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False, default=str)
 
 

@@ -110,10 +110,7 @@ class ShadowRun(Run):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowResult:
-    """What a reward is calculated of: what the shadow agent answered, beside what production did.
-
-    `call.args` and `call.kwargs` are what both were asked; `tool_calls` are those of tools that were wrapped.
-    """
+    """What a reward is calculated of: what the shadow agent answered, beside what production was asked and did."""
 
     run: ShadowRun
     call: ProductionCall

@@ -38,10 +38,7 @@ class ShadowToolCall:
 
 
 class Replay:
-    """What tools do in one shadow run. Equal calls get the recorded results in their order; the last one repeats.
-
-    `loop` is where production made the call that is run again.
-    """
+    """What tools do in one shadow run: equal calls get the recorded results in their order; the last one repeats."""
 
     def __init__(self, recorded: Sequence[RecordedToolCall], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.calls: list[ShadowToolCall] = []
@@ -224,11 +221,7 @@ class _Tool:
         return next((each for each in (self._loop, replay.loop) if each is not None and each.is_running()), None)
 
     async def _await_at_home(self, work: Coroutine[Any, Any, Any], replay: Replay) -> Any:
-        """What a shadow run's call gives, awaited in production's event loop.
-
-        Connections and locks that the tool shares with production belong to that loop: one that another loop left
-        behind would fail production.
-        """
+        """What a shadow run's call gives, awaited in production's loop, to which the tool's connections belong."""
         home = running_loop() if is_shadow_process() else self._home(replay)
         if home is None:
             work.close()

@@ -212,11 +212,7 @@ class TrainingRunner:
         return self.wrap(call, agent=agent) if call is not None else lambda each: self.wrap(each, agent=agent)
 
     def wrap(self, call: Wrapped, *, agent: AgentFactory | None = None) -> Wrapped:
-        """The same callable, sync or async, of whose calls some are run again by `agent`, or else the runner's.
-
-        Raises TypeError for a generator, whose answer could not be compared, and ValueError for an agent of its own
-        where the process that reads the queue has the agent.
-        """
+        """The same callable, of whose calls `agent`, or else the runner's, runs some again. Raises TypeError."""
         if agent is not None and self.queue is not None:
             raise ValueError("wrap: with queue= the agent is that of `tuneloop.runner shadow`")
         inner = call if inspect.isroutine(call) else getattr(call, "__call__", call)  # noqa: B004
@@ -285,7 +281,6 @@ class TrainingRunner:
         return observed
 
     def _end(self, observed: _Observed, result: Any) -> None:
-        """After it: hand it over."""
         trace, call, worker = observed.trace, observed.call, self._worker
         trace.ended = True
         if call is None or worker is None:
@@ -304,10 +299,7 @@ class TrainingRunner:
 
 
 class TrainingRunnerBuilder:
-    """A `TrainingRunner`, setting by setting: each is a method of its name that returns the builder.
-
-    `trinity_endpoint` and `model_name` are the names that AgentScope's Java API has for `service` and `model`.
-    """
+    """A `TrainingRunner`, setting by setting, also by the names `trinity_endpoint` and `model_name` of the Java API."""
 
     _NAMES: ClassVar = {"trinity_endpoint": "service", "model_name": "model"}
 

@@ -222,10 +222,7 @@ class DatasetConfig:
 
 
 def splits_of(folder: Path) -> dict[str, list[Path]]:
-    """The files of each split of a folder, whose names begin with it, or that lie in a folder of its name.
-
-    Files below `data/` count as those beside it. One file, or several that no split's name begins, are `train`.
-    """
+    """The files of each split, whose names or folders (but `data/`) begin with it; others are `train`."""
     files = [
         each
         for each in sorted(folder.rglob("*"))

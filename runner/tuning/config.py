@@ -22,10 +22,7 @@ from tuneloop.runner.tuning.views import View
 
 @dataclass(slots=True)
 class WorkflowOutput:
-    """What a workflow made of a task: the reward itself, or a response for the judge; and figures to be logged.
-
-    Of several models that are trained each may have a reward of its own, by its name.
-    """
+    """What a workflow made of a task: a reward, or one for each trained model by its name; or a response to judge."""
 
     reward: float | Mapping[str, float] | None = None
     response: Any = None
@@ -385,10 +382,7 @@ def service_settings(
     gpus: int | None = None,
     over: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Settings of both services for one model. `over` are settings of ours that win; `gpus` None: as many as are here.
-
-    A version is published after each step, as on-policy training wants it. Raises TuneRefused.
-    """
+    """Settings of both services for one model; `over` wins, `gpus` None: all that are here. Raises TuneRefused."""
     require_monitor(monitor_type)
     if model.temperature == 0:
         raise TuneRefused(

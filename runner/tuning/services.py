@@ -467,11 +467,7 @@ class ServiceOpener:
         algorithm: AlgorithmConfig | None,
         policies: Mapping[str, str],
     ) -> dict[str, ServiceClient]:
-        """The services that train the models: those that have a URL are joined, the others started.
-
-        Of `policies` those that a service lacks are made there, and train a step of what one commit releases.
-        Raises TuneRefused if one that is joined trains something else than what was asked for.
-        """
+        """The services that train the models: with a URL they are joined, others started. Raises TuneRefused."""
         wanted = algorithm or AlgorithmConfig()
         joined = {name: await self._join(url, policies.get(name)) for name, url in urls.items()}
         for name, client in joined.items():

@@ -110,7 +110,6 @@ def _call_of(given: dict[str, Any]) -> TuneResult:
 
 
 async def _tune(call: Call) -> TuneResult:
-    """Make all steps that are left to make."""
     algorithm = call.algorithm or AlgorithmConfig()
     tasks, evaluation = tasks_of(call.train_dataset, "train_dataset"), tasks_of(call.eval_dataset, "eval_dataset")
     if not tasks:
@@ -198,7 +197,6 @@ async def _tune(call: Call) -> TuneResult:
 async def _model_maker(
     call: Call, services: Mapping[str, ServiceClient], configs: Mapping[str, TunerModelConfig]
 ) -> Callable[[str, Run], Any]:
-    """Makes the model of a name that belongs to a run."""
     timeout_s = call.run_timeout or RUN_TIMEOUT_S
     defaults = {
         name: call_defaults(await client.model_name(), configs.get(name), timeout_s=timeout_s)

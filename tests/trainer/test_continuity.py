@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from tests.trainer.factories import commit, sample
 from tuneloop.shared.checkpoints import read_manifest
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer import learner
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.loop import TrainingLoop, run
+from tuneloop.trainer.loop import run
 
 
 @pytest.fixture
@@ -52,29 +51,6 @@ def test_after_a_rollback_it_goes_on_from_the_champion_and_no_number_comes_twice
     assert (newest.version, newest.step, _parents(trained)[4]) == (4, 2, 1)
     assert trained.reports.imbalance() == []
     assert trained.reports.counts()[State.TRAINED] == 16
-
-
-class _RollingBack(Training):
-    """Version 2 becomes the canary and is rolled back as soon as it is registered."""
-
-    def register(self, epoch, ids, **how):
-        version = super().register(epoch, ids, **how)
-        if version == 2:
-            self.versions.begin_canary(2, by="explorer", reason="a tenth")
-            self.versions.roll_back(2, by="explorer", reason="worse")
-        return version
-
-
-def test_a_running_trainer_goes_on_from_the_champion_when_its_version_is_rolled_back(settings, ledger):
-    commit(ledger, [sample(i) for i in range(16)])
-    chosen = settings(trainer={"total_steps": 3})
-    ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training = _RollingBack(ledger.transactions, ledger.rewards)
-    ledger.training.versions = ledger.versions
-    TrainingLoop(chosen, ledger, Event()).run()
-    assert _parents(ledger) == {1: 0, 2: 1, 3: 1, 4: 3}
-    assert _states(ledger)[2] == "rolled_back"
-    assert [each.step for each in ledger.versions.all()] == [0, 1, 2, 2, 3]
 
 
 def test_what_was_learnt_of_a_batch_before_it_was_not_finite_is_not_kept(settings, ledger, monkeypatch):

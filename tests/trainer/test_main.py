@@ -52,15 +52,3 @@ def test_one_that_is_stopped_is_silent_until_it_goes_on(start, ledger, monkeypat
     assert "it is dead, stopped, or cut off from the database; look at its log, start it again" in silent()
     process.send_signal(signal.SIGCONT)
     eventually(lambda: silent() is None)
-
-
-def test_a_killed_trainer_is_continued_by_the_next(start, ledger):
-    commit(ledger, [sample(i) for i in range(16)])
-    process = start(trainer={"save_interval": 2})
-    read_until(process, "version=1")
-    process.kill()
-    process.wait(10)
-    assert start(trainer={"save_interval": 2, "total_steps": 4}).wait(60) == 0
-    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 16}
-    assert [each.consumed for each in ledger.versions.all()] == [0, 8, 8]
-    assert ledger.reports.imbalance() == []

@@ -58,7 +58,6 @@ def prepare(
 
 
 def _baseline(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Tensor:
-    """The reward to be expected of each call."""
     before = baselines.get(_ALL)
     if options.kind == "batch" or before is None:
         return scores_C.mean().expand_as(scores_C)

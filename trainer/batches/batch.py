@@ -346,10 +346,7 @@ def mini_batches(rows: int, count: int, units_B: Tensor | None, generator: torch
 
 
 def scatter_tokens(flat_N: Tensor, mask_BR: Tensor) -> Tensor:
-    """One number per reply token, put back in its place; 0 in the padding.
-
-    The mask may be on the CPU, and is best there: to count it on a GPU would wait for it, forth and back.
-    """
+    """One number per reply token, put back in its place; the mask is best on the CPU, where nothing waits."""
     places_N = hand_over(mask_BR.flatten().nonzero()[:, 0], flat_N.device)
     return flat_N.new_zeros(mask_BR.numel()).index_copy(0, places_N, flat_N).view(mask_BR.shape)
 
@@ -451,10 +448,7 @@ def padded_rows(batch: Batch) -> Rows:
 def calls_of(
     algorithm: AlgorithmSettings, sequences: Sequence[TokenSequence], batch: Batch, limit: int | None
 ) -> CallRewards:
-    """The calls of a batch: credited, then punished for their length.
-
-    `limit`: the most tokens that a reply may have, if known.
-    """
+    """The calls of a batch: credited, then punished for their length. `limit`: the most tokens of a reply, if known."""
     calls = [call for sequence in sequences for call in sequence.calls]
     runs: dict[tuple[str, ...], list[int]] = {}
     for number in sorted(range(len(calls)), key=lambda number: when_sampled(calls[number])):
@@ -504,10 +498,7 @@ Metrics = dict[str, float]
 
 
 def of_samples(samples: Sequence[Sample], *, version: int, group_size: int = 0) -> Metrics:
-    """Rewards, lengths and age of the samples, as the trainer of `version`'s successor meets them.
-
-    And, of groups of so many runs, the share that is not whole.
-    """
+    """Rewards, lengths and age of the samples, as `version`'s successor meets them; the share of groups in part."""
     groups: dict[int | None, set[tuple[str, ...]]] = {}
     for sample in samples if group_size else ():
         groups.setdefault(sample.group_id, set()).add(run_of(sample))

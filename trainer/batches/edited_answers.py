@@ -61,7 +61,6 @@ class _Marks(NamedTuple):
     closes: str
 
     def is_open(self, text: str) -> bool:
-        """Whether a block has begun, and not ended."""
         return text.rfind(self.opens) > text.rfind(self.closes)
 
 

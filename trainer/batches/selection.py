@@ -64,10 +64,7 @@ class _GrammarNotRebuilt(Exception):
 def with_allowed_tokens(
     samples: Sequence[Sample], settings: Settings, *, vocabulary: int
 ) -> tuple[list[Sample], Refused]:
-    """The samples, those that a grammar held with what it allowed; and those whose grammar cannot be rebuilt.
-
-    A method that learns from any reply compares no probabilities with those that were sampled from: it needs none.
-    """
+    """The samples, those that a grammar held with what it allowed; and those whose grammar cannot be rebuilt."""
     if settings.algorithm.of_any_reply or all(sample.grammar is None for sample in samples):
         return list(samples), {}
     taken: list[Sample] = []

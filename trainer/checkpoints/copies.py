@@ -35,7 +35,6 @@ class PinnedMemory:
     """Tensors in few large pieces of pinned memory, which are never given back."""
 
     def __init__(self, allocate: Callable[[int], Tensor] | None = None, *, chunk: int = _CHUNK) -> None:
-        """`allocate` makes so many bytes."""
         self._allocate = allocate or _allocate_pinned
         self._chunk = chunk
         self._chunks: list[_Chunk] = []

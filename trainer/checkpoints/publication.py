@@ -218,11 +218,7 @@ class Publication:
         self.placed: PublishedVersion | None = None
 
     def register(self, training: Training, ids: Collection[int]) -> PublishedVersion:
-        """Publish and register the next version, made of the rows `ids`.
-
-        Raises DiskFull if it does not fit, EnvironmentRefused if the disk does not take it for another reason, and what
-        Training.register raises.
-        """
+        """Publish and register the next version, of the rows `ids`. Raises DiskFull, EnvironmentRefused."""
         staging: Path | None = None
         try:
             if (space := self.space).missing:

@@ -87,10 +87,7 @@ class Recomputation:
         return [each for each in samples if each.id not in lost], dict(refused)
 
     def fill(self, samples: Sequence[Sample], learner: Learner, *, version: int | None) -> tuple[list[Sample], Refused]:
-        """The samples, all with log-probabilities; and those whose weights turn out to be damaged.
-
-        A method that learns from any reply looks at none: they are 0 there.
-        """
+        """The samples, all with log-probabilities (0 where no method looks); and those whose weights are damaged."""
         if self._settings.algorithm.of_any_reply:
             return [
                 (msgspec.structs.replace(each, logprobs=np.zeros_like(each.logprobs)) if _is_missing(each) else each)
@@ -162,7 +159,6 @@ class Recomputation:
 
     @contextmanager
     def _actor_of(self, version: int, learner: Learner, *, live: bool) -> Iterator[Actor]:
-        """Who sampled it. Raises CheckpointRejected if its weights are not what was published."""
         if live:
             yield learner.actor
             return

@@ -58,10 +58,7 @@ def require_weights(version: Version, store: CheckpointStore) -> None:
 
 
 def find_state(version: Version, versions: Versions, store: CheckpointStore) -> Path | None:
-    """The folder whose critic and optimiser training resumes with: the version's own, or the nearest older one's.
-
-    None if there is none that can be read, or a policy begins with the version.
-    """
+    """The folder of critic and optimiser to resume with, the version's own or the nearest older one's; None without."""
     if version.begins:
         return None
     if not is_weights_only(version.path):
@@ -322,7 +319,6 @@ class StateWriter:
         return False
 
     def _run(self, published: PublishedVersion, state: CapturedState | None, size: int = 0) -> None:
-        """In the thread."""
         started, measured = time.perf_counter(), {}
         try:
             prune_by_settings(self._settings, self._store, self._ledger, writing=published.version)

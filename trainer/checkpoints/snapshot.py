@@ -162,10 +162,7 @@ def write_tensors(
     *,
     priority: DiskPriority | None = None,
 ) -> str:
-    """Write a safetensors file, with at most PIECE bytes of it on the way to the disk at any time; its sha256.
-
-    Tensors may be on a GPU; at most a piece is copied at once. Raises OSError if the disk does not take it.
-    """
+    """Write a safetensors file, at most PIECE bytes of it on the way to the disk; its sha256. Raises OSError."""
     if any(each.dtype not in _TYPES for each in tensors.values()):
         save_file(dict(tensors), path, None if metadata is None else dict(metadata))
         return sha256_of(Path(path))
@@ -485,10 +482,7 @@ def _learnt_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def probe(learner: Learner, settings: Settings) -> Callable[[], Probe]:
-    """What the actor says of a fixed row of ordinary tokens, once one calls: until then nobody waits for a GPU.
-
-    Raises EnvironmentRefused without a tokenizer.
-    """
+    """What the actor says of a fixed row of ordinary tokens, once one calls. Raises EnvironmentRefused."""
     longest = settings.model.max_model_len
     length = PROBE_LENGTH if longest is None else max(2, min(PROBE_LENGTH, longest - PROBE_ROOM))
     chosen = _probe_ids(tokenizer_of(settings), learner.actor.vocabulary, length)

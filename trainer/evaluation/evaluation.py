@@ -209,7 +209,6 @@ class GateEvaluation:
         again_s: float = _AGAIN_S,
         take_gpu: Callable[[Learner], None] | None = None,
     ) -> None:
-        """`take_gpu` is called before a GPU is needed."""
         self._settings, self._ledger, self._again_s, self._take_gpu = settings, ledger, again_s, take_gpu
         #: Whether versions are evaluated here, each while the learner is that version.
         self.wanted = is_evaluated_here(settings)

@@ -152,7 +152,6 @@ def _parts(state: Mapping[str, Tensor], part: slice) -> Iterator[tuple[str, Tens
 
 
 def _spread(scale: Tensor, count: int) -> Tensor:
-    """The scale of each place."""
     return scale.repeat_interleave(BLOCK)[:count]
 
 
@@ -163,7 +162,6 @@ def _first(chunk: Mapping[str, Tensor]) -> Tensor:
 
 
 def _second(chunk: Mapping[str, Tensor]) -> Tensor:
-    """The roots."""
     levels = chunk["exp_avg_sq"].float()
     sizes = torch.where(levels > 0, torch.exp2((levels - _SECOND_LEVELS) / _SECOND_STEPS), 0.0)
     return sizes * _spread(chunk["exp_avg_sq_scale"], len(levels))

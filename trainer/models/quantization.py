@@ -223,7 +223,6 @@ class _Weights:
         return torch.equal(found.to(weight.dtype), weight)
 
     def reader(self, layer: str, device: torch.device) -> Callable[[], Tensor]:
-        """What reads a layer's weight onto the device."""
         name = f"{layer}.weight"
         return lambda: cast(Tensor, self._files[name].get_tensor(name)).to(device)
 

@@ -91,10 +91,7 @@ def until(history: History, step: int) -> History:
 
 
 def with_step(drift: DriftSettings, history: History, step: int, signals: Mapping[str, float]) -> History:
-    """The history with the step's signals; those that are missing or not finite leave no value.
-
-    What is measured now and then holds until it is measured again.
-    """
+    """The history with the step's signals; what is measured now and then holds until it is measured again."""
     series = dict(history.series)
     for name in SIGNALS:
         value = signals.get(name)

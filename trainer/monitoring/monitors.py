@@ -238,7 +238,6 @@ def _objects(value: object) -> list[dict[str, Any]]:
 
 
 def _json(text: str | bytes) -> object:
-    """None for what is no JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

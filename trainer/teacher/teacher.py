@@ -187,7 +187,6 @@ class RemoteTeacher:
         return answers
 
     def _client(self) -> httpx.Client:
-        """Connections of one thread."""
         try:
             return httpx.Client(
                 headers=self._headers,

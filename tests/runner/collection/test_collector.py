@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai.types.chat import ChatCompletion
 
 from tests.cli.data.exporting import about, asked
 from tests.doubles.judge import judge_place
@@ -47,16 +46,6 @@ def test_a_run_is_one_record() -> None:
     }
     assert row["total_reward"] == pytest.approx(2.2)
     assert (row["messages"], row["task_id"], row["run_id"]) == (RUN, "t", "r")
-
-
-def test_completions_are_added_as_clients_have_them() -> None:
-    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "4"}}
-    completion = ChatCompletion(id="chatcmpl-1", choices=[choice], created=1, model="m", object="chat.completion")
-    collector = DataCollector()
-    with collector.run() as run:
-        run.add({"role": "user", "content": "2+2?"}, completion)
-    assert collector.records[0].messages[-1] == {"role": "assistant", "content": "4"}
-    assert collector.records[0].reply_ids == ("chatcmpl-1",)
 
 
 def test_an_agent_is_run_and_recorded() -> None:

@@ -66,13 +66,6 @@ def test_what_cannot_be_read_is_left_out_counted_and_named(run: Run, log: Path, 
     assert f"left out: 1 not an object: {log}:6: " in said
 
 
-def test_a_strict_import_writes_nothing_if_a_line_cannot_be_read(run: Run, log: Path, tmp_path: Path) -> None:
-    log.write_text(f"{log.read_text()}[]\n")
-    code, said = run("import", "--from", f"openai:{log}", "--to", tmp_path / "t", "--strict")
-    assert (code, said) == (1, f"{log}:5: a line must be a JSON object\n")
-    assert not (tmp_path / "t").exists()
-
-
 def test_an_opt_out_is_overruled_by_who_says_so(run: Run, log: Path, tmp_path: Path) -> None:
     run("import", "--from", f"openai:{log}", "--to", tmp_path / "t", "--include-opted-out")
     assert rows(tmp_path / "t")[-1]["question"] == "Delete my account, I said!"

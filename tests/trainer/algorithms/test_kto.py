@@ -112,12 +112,6 @@ def _replies(count=12):
     return samples
 
 
-def test_before_the_first_update_the_loss_is_a_half(settings):
-    metrics = _learner(settings, optimizer={"lr": 1e-9}).step(_replies())
-    assert metrics["actor/kto_loss"] == pytest.approx(0.5, abs=1e-5)
-    assert metrics["kl"] == pytest.approx(0, abs=1e-4)
-
-
 def test_the_divergence_is_that_of_the_mismatched_replies(settings):
     learner = _learner(settings)
     learner.step(_replies())

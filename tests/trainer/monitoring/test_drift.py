@@ -95,14 +95,6 @@ def test_a_reward_that_jumps_up_or_down_is_suspect_until_it_stays_there(level):
     assert alarms(SMALL, after(SMALL, *[{LEVEL: level}] * 5, history=jumped)) == set()
 
 
-def test_an_evaluation_far_below_its_best_is_an_alarm_whatever_the_reward_does():
-    options = SMALL.model_copy(update={"degraded": 0.2})
-    history = trained(options, (0.5, 0.5), (0.5, 0.8), (0.4, 0.61))
-    assert alarms(options, history) == set()
-    history = trained(options, (0.3, 0.59), history=history)
-    assert alarms(options, history) == {"degraded", "not_learning"}  # the reward fell too
-
-
 # The reward against the evaluation.
 
 

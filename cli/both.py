@@ -21,10 +21,8 @@ PAUSE_S, LONGEST_PAUSE_S, LONG_S = 1.0, 60.0, 300.0
 #: Codes after which starting again changes nothing: wrong settings, and a trainer that another has taken over from.
 _FOR_GOOD = {0, 2, 4}
 
-#: Codes that say that a service refuses to start.
 _REFUSED = {2, 3}
 
-#: What a service ends with, for people who wait for it.
 _LAST_WORDS = {
     "explorer": "the explorer (replies in flight, 30 s at most)",
     "trainer": "the trainer (its step)",

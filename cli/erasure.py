@@ -1,6 +1,5 @@
 """This file is `tuneloop purge` and `tuneloop erase`: in the ledger, and in the exported files."""
 
-import json
 import os
 import stat
 from collections import Counter
@@ -18,9 +17,9 @@ from tuneloop.cli.options import (
     JsonOption,
     SetOption,
     counting,
-    echo,
     existing_ledger,
     seconds,
+    tell,
     with_progress,
 )
 from tuneloop.shared.errors import EnvironmentRefused
@@ -49,7 +48,6 @@ _REPLIES = ("msg_id", "other_msg_id")
 _SOURCES = ("feedback_sources", "said_by")
 _COLUMNS = (*_NAMES, *_REPLIES, "tenant", *_SOURCES, "feedback")
 
-#: Names of tasks and runs that the command prints.
 _LABELS_SHOWN = 20
 
 
@@ -301,17 +299,14 @@ def purge(
                 result = ledger.retention.purge(bounds, of_tenants=of_tenants, dry_run=dry_run, deleted=count)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--state") from None
-    if as_json:
-        echo(json.dumps({"dry_run": dry_run, "experiences": result.experiences, "parked_feedback": result.parked}))
-        return
-    if not result.experiences:
-        echo("nothing is deleted: the settings' retention keeps everything; or give --state and --older-than")
-        return
-    echo("would delete" if dry_run else "deleted")
-    for each, deleted in result.experiences.items():
-        echo(f"  {each:<10} {deleted} experiences")
+    lines = ["would delete" if dry_run else "deleted"]
+    lines += [f"  {each:<10} {deleted} experiences" for each, deleted in result.experiences.items()]
     if State.RECORDED in result.experiences:
-        echo(f"  {'feedback':<10} {result.parked} events for replies that were never recorded")
+        lines.append(f"  {'feedback':<10} {result.parked} events for replies that were never recorded")
+    if not result.experiences:
+        lines = ["nothing is deleted: the settings' retention keeps everything; or give --state and --older-than"]
+    found = {"dry_run": dry_run, "experiences": result.experiences, "parked_feedback": result.parked}
+    tell(found, *lines, for_programs=as_json)
 
 
 def erase_(
@@ -339,11 +334,8 @@ def erase_(
         else:
             result = _erase_person(settings, ledger, user or "", tenant, dry_run=dry_run)
         result = result._replace(problems=(*result.problems, *filter(None, [left])))
-    if as_json:
-        lists = {name: [each._asdict() for each in getattr(result, name)] for name in ("versions", "files")}
-        echo(json.dumps(result._asdict() | lists))
-    else:
-        echo("\n".join(_erasure_lines(result)))
+    lists = {name: [each._asdict() for each in getattr(result, name)] for name in ("versions", "files")}
+    tell(result._asdict() | lists, *_erasure_lines(result), for_programs=as_json)
     if result.problems:
         raise typer.Exit(1)
 

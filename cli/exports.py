@@ -17,7 +17,7 @@ import orjson
 import typer
 
 from tuneloop.cli.files import Draft, Format, Row, in_turn
-from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, TenantOption, echo, echo_json, with_progress
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, TenantOption, tell, with_progress
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import Kind, State, message_of
 from tuneloop.shared.ledger.export import NO_ANSWER, PAGE, ExportedReply, Ranked, Selection
@@ -28,7 +28,6 @@ from tuneloop.shared.settings.loader import read_settings
 
 Message = dict[str, Any]
 
-#: The exported fields of a feedback event.
 EVENT = (
     *("event_id", "call_id", "msg_id", "choice", "task_id", "run_id", "kind", "metric", "value", "text"),
     *("other_msg_id", "other_choice", "source", "received_at", "occurred_at", "outcome"),
@@ -441,9 +440,6 @@ def export_(
     with closing(Ledger.of(settings)) as ledger:
         ledger.require_owner(settings.project, settings.name)
         result = export(ledger, request, to)
-    if for_programs:
-        echo_json({"file": str(to), "rows": result.rows, "left_out": dict(sorted(result.left_out.items()))})
-        return
-    echo(f"{to}: {result.rows} rows")
-    for reason, count in sorted(result.left_out.items()):
-        echo(f"  left out {count}: {reason}")
+    left_out = dict(sorted(result.left_out.items()))
+    lines = [f"{to}: {result.rows} rows", *(f"  left out {count}: {reason}" for reason, count in left_out.items())]
+    tell({"file": str(to), "rows": result.rows, "left_out": left_out}, *lines, for_programs=for_programs)

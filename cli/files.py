@@ -20,7 +20,6 @@ import orjson
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused
 from tuneloop.shared.held_files import new_unlinked
 
-#: Rows that become one row group of a Parquet file, and are in memory at once.
 _GROUP = 1000
 
 _CONVERSATIONS = ("messages", "prompt", "chosen", "rejected", "completion")

@@ -26,9 +26,9 @@ from tuneloop.cli.options import (
     SetOption,
     TenantOption,
     echo,
-    echo_json,
     open_to_group,
     operator_name,
+    tell,
 )
 from tuneloop.shared.checkpoints import sync_folder
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused, JobRefused
@@ -51,7 +51,6 @@ _HELD_OUT = 10
 #: Seconds between two looks, and those that a trainer gets to stop.
 _LOOK_S, _STOP_S = 0.3, 120.0
 
-#: The end of a trainer's log that is shown if it fails.
 _LAST_BYTES = 2000
 
 
@@ -101,16 +100,11 @@ def finetune(
         raise JobRefused(f"{job.id} {job.state}" + (f": {job.error['message']}" if job.error else ""))
     seconds = round(time.monotonic() - began, 1)
     before, after = (losses[0], losses[-1]) if losses else (None, None)
-    if for_programs:
-        told = {"job": job.id, "model": job.name, "version": job.version, "steps": job.total_steps}
-        echo_json(
-            told
-            | {"trained_tokens": job.trained_tokens, "loss_before": before, "loss_after": after, "seconds": seconds}
-        )
-        return
-    if before is not None:
-        echo(f"loss on the validation part: {before:.4f} before, {after:.4f} after")
-    echo(f"version {job.version} after {job.total_steps} steps, {seconds:g} s: ask for it as {job.name}")
+    told: dict[str, object] = {"job": job.id, "model": job.name, "version": job.version, "steps": job.total_steps}
+    told |= {"trained_tokens": job.trained_tokens, "loss_before": before, "loss_after": after, "seconds": seconds}
+    loss = [] if before is None else [f"loss on the validation part: {before:.4f} before, {after:.4f} after"]
+    made = f"version {job.version} after {job.total_steps} steps, {seconds:g} s: ask for it as {job.name}"
+    tell(told, *loss, made, for_programs=for_programs)
 
 
 def _create(

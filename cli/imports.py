@@ -24,9 +24,8 @@ from tuneloop.cli.options import (
     JsonOption,
     SetOption,
     TenantOption,
-    echo,
-    echo_json,
     open_to_group,
+    tell,
     with_progress,
 )
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused, TuneloopError
@@ -363,13 +362,10 @@ def import_(
         result = import_file(ledger, file, tenant=tenant, redactor=redactor, train=train)
     if result.released:
         touch_committed(settings.job_dir)
-    if for_programs:
-        echo_json({"file": str(file), **result._asdict()})
-        return
-    echo(f"{file}: {result.rows} rows, {result.new} of them new")
-    if train:
-        echo(f"  {result.released} wait to be learnt")
-    if result.changed_rewards:
-        echo(f"  {result.changed_rewards} have another reward by this experiment's rule than in the file")
-    if result.refused:
-        echo(f"  {result.refused} are not taken: their people were erased, or they were deleted")
+    told = {
+        f"  {result.released} wait to be learnt": train,
+        f"  {result.changed_rewards} have another reward by the rule here than in the file": result.changed_rewards,
+        f"  {result.refused} are not taken: their people were erased, or they were deleted": result.refused,
+    }
+    lines = [f"{file}: {result.rows} rows, {result.new} of them new", *(line for line, holds in told.items() if holds)]
+    tell({"file": str(file), **result._asdict()}, *lines, for_programs=for_programs)

@@ -10,7 +10,7 @@ import typer
 import yaml
 
 from tuneloop.cli.capacity_plan import GpuMemoryOption, disk_speed, make_plan
-from tuneloop.cli.options import JsonOption, echo, echo_json
+from tuneloop.cli.options import JsonOption, echo, tell
 from tuneloop.shared.capacity.memory import gpu_memory
 from tuneloop.shared.capacity.model_shape import ModelShape, read_shape
 from tuneloop.shared.errors import EnvironmentRefused
@@ -133,12 +133,11 @@ def init(
         raise EnvironmentRefused(f"{file} is there already; name another file, or move that one away") from None
     except OSError as error:
         raise EnvironmentRefused(f"{file} cannot be written: {error.strerror}") from None
-    if for_programs:
-        echo_json({"file": str(file), "settings": yaml.safe_load(text)})
-        return
-    echo(
-        f"{file} is written. Look at what it takes, and start it:\n  tuneloop plan {file}\n  tuneloop run {file}\n"
-        f"Programs on other hosts need a key, and then all do:\n  tuneloop keys create {file} --name me"
+    tell(
+        {"file": str(file), "settings": yaml.safe_load(text)},
+        f"{file} is written. Look at what it takes, and start it:\n  tuneloop plan {file}\n  tuneloop run {file}",
+        f"Programs on other hosts need a key, and then all do:\n  tuneloop keys create {file} --name me",
+        for_programs=for_programs,
     )
 
 

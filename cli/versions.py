@@ -42,7 +42,6 @@ app = typer.Typer(
     help="The versions: which one serves, which may, which must not.", no_args_is_help=True, cls=CommandGroup
 )
 
-#: The largest number that the database's column holds.
 MAX_VERSION = 2**31 - 1
 
 _Version = Annotated[int, typer.Argument(metavar="N", min=0, max=MAX_VERSION, help="Its number.")]

@@ -29,7 +29,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -273,7 +273,6 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-#: Files that are read and hashed at once.
 _READERS = 8
 
 
@@ -345,7 +344,6 @@ def _read_and_check(path: Path, file: File) -> None:
 #: Files that are brought to disk and hashed at once; sha256 of a large model takes a core for seconds.
 _SEALERS = 8
 _STATE = "-state"
-#: What a rename onto a folder that is not empty is refused with.
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 
 
@@ -468,18 +466,10 @@ class CheckpointStore:
     def folders(self) -> list[Path]:
         return sorted(path for path in self._root.glob(f"{VERSION_PREFIX}*") if version_in(path.name) is not None)
 
-    def put_back(self, copy: Path, *, copied: Callable[[int], object] = lambda count: None) -> Path:
-        """Copy a version's folder that lies elsewhere to its place, under the same name; what is there goes.
-
-        `copied` is called with the bytes of each file. No service may run. Raises OSError.
-        """
+    def put_back(self, copy: Path) -> Path:
+        """Copy a version's folder to its place, in which it replaces another. No service may run. Raises OSError."""
         staging, target = self.stage(0), self._root / copy.name
-
-        def copy_file(source: str, destination: str) -> None:
-            shutil.copyfile(source, destination)
-            copied(os.path.getsize(destination))
-
-        shutil.copytree(copy, staging, dirs_exist_ok=True, copy_function=copy_file)
+        shutil.copytree(copy, staging, dirs_exist_ok=True, copy_function=shutil.copyfile)
         self.seal(staging)
         staging.chmod(self._folder_mode)
         if target.exists():

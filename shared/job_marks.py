@@ -30,7 +30,6 @@ from tuneloop.shared.held_files import EXPERIMENT, make_below
 #: Below a job folder: what the explorer served last, the clients' keys, and the key that replies are named with.
 SERVED, KEYS, KEY = "served.json", "keys.json", "secrets/msg_id.key"
 
-#: The sessions that are over, for all workers.
 ENDED_SESSIONS = "ended_sessions"
 _KEY_BYTES = 32
 _REGISTERED, _RESTORING, _STEPS = "registered.json", "restoring.json", "steps.json"

@@ -27,10 +27,8 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 #: So many lines of one event are written at once, and so many a second after them.
 LINES_AT_ONCE, LINES_PER_S = 100, 10.0
 
-#: How long after a line is left out it is told how many were.
 _SUMMARY_S = 10.0
 
-#: The event that tells it.
 _SUMMARY = "lines_left_out"
 
 #: Lines that wait for a stream which takes none, and how long the end of a process waits for them, in seconds.
@@ -126,7 +124,6 @@ class LogWriter:
                 structlog.get_logger().warning("log_lines_dropped", lines=dropped, reason="the log took none")
 
 
-#: The standard error stream's.
 LOG = LogWriter(2)
 
 

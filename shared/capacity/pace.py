@@ -7,7 +7,6 @@ import msgspec
 
 from tuneloop.shared.held_files import make_below
 
-#: So many seconds are looked back.
 WINDOW_S = 600.0
 
 _BEHIND = 1.2

@@ -81,7 +81,6 @@ def mean(metric: str, values: Sequence[float], part: str = "") -> Figure:
     return Figure(metric, part, fmean(values), pstdev(values), len(values))
 
 
-#: Seconds between two lines.
 EVERY_S = 10.0
 
 _log = structlog.get_logger()

@@ -47,7 +47,6 @@ _SAMPLING = {"temperature", "top_p", "seed", "reasoning_effort", "max_completion
 
 _VARIABLE = re.compile(r"\{\{\s*(item|sample)((?:\.[\w-]+|\[\d+\])*)\s*\}\}")
 
-#: The longest formula, and the most graders that one may have.
 _MAX_FORMULA, _MAX_GRADERS = 1000, 20
 
 _SCORE = {

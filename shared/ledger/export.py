@@ -12,10 +12,9 @@ from tuneloop.shared.experience import Float32s, Int32s, State
 from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import bears_on, event_order
 from tuneloop.shared.ledger.storage import codec
-from tuneloop.shared.ledger.storage.database import LedgerPart, alone, portions
+from tuneloop.shared.ledger.storage.database import LedgerPart, alone, find, portions
 from tuneloop.shared.ledger.storage.schema import erasures, exchanges, experiences, exports, feedback, reward_rules
 
-#: Rows that are held at once.
 PAGE = 500
 
 #: The reasons of replies that are no answer to learn from, whatever their reward. `opt_out`: the client forbade it.
@@ -124,12 +123,9 @@ class Exports(LedgerPart):
 
     def rewards_of(self, msg_ids: Collection[str]) -> dict[tuple[str, int], float | None]:
         """The rewards of those of these replies that are there, by msg_id and choice."""
-        found: dict[tuple[str, int], float | None] = {}
-        for portion in portions(msg_ids):
-            query = select(experiences.c.msg_id, experiences.c.choice, experiences.c.reward)
-            rows = self._read(query.where(experiences.c.msg_id.in_(portion)).order_by(experiences.c.correction))
-            found |= {(row.msg_id, row.choice): row.reward for row in rows}
-        return found
+        query = select(experiences.c.msg_id, experiences.c.choice, experiences.c.reward)
+        rows = find(self._read, query.order_by(experiences.c.correction), experiences.c.msg_id, msg_ids)
+        return {(row.msg_id, row.choice): row.reward for row in rows}
 
     def erasures_so_far(self, tenant: str) -> tuple[int, float | None]:
         """A value that changes when a person of the tenant is erased."""
@@ -153,13 +149,13 @@ class Exports(LedgerPart):
     ) -> list[ExportedReply]:
         rows = self._read(_page(_WITH_EXCHANGE, wanted, limit))
         found: dict[int, Any] = {}
-        for portion in portions({row.msg_id for row in rows}, of=2):
-            about = or_(feedback.c.msg_id.in_(portion), feedback.c.other_msg_id.in_(portion))
-            found |= {event.id: event for event in self._read(select(feedback).where(about))}
+        names = {row.msg_id for row in rows}
+        for column in (feedback.c.msg_id, feedback.c.other_msg_id):
+            found |= {event.id: event for event in find(self._read, select(feedback), column, names)}
         named = tuple_(feedback.c.tenant, feedback.c.task_id, feedback.c.run_id)
-        for few in portions({_trajectory(row) for row in rows if None not in _trajectory(row)}, of=3):
-            about = and_(feedback.c.msg_id.is_(None), named.in_(few))
-            found |= {event.id: event for event in self._read(select(feedback).where(about))}
+        runs = {_trajectory(row) for row in rows if None not in _trajectory(row)}
+        of_runs = select(feedback).where(feedback.c.msg_id.is_(None))
+        found |= {event.id: event for event in find(self._read, of_runs, named, runs, of=3)}
         events: Collection[Any] = found.values()
         if not everything:
             with self._snapshot() as connection:

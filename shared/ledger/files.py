@@ -12,11 +12,10 @@ from sqlalchemy import ColumnElement, and_, insert, or_, select, true, tuple_, u
 
 from tuneloop.shared.errors import FileRefused
 from tuneloop.shared.experience import State
-from tuneloop.shared.ledger.storage.database import LedgerPart, portions
+from tuneloop.shared.ledger.storage.database import LedgerPart, find, portions
 from tuneloop.shared.ledger.storage.job_schema import files, jobs, uploads
 from tuneloop.shared.ledger.storage.schema import experiences
 
-#: The folder of the files, below the job folder.
 FILES = "files"
 
 #: The seconds in which an upload must be completed.
@@ -162,11 +161,8 @@ class Files(LedgerPart):
 
     def samples(self, tenant: str, task_ids: Collection[str]) -> list[PromptSample]:
         columns = select(*(experiences.c[name] for name in PromptSample._fields)).where(experiences.c.tenant == tenant)
-        found = []
-        for some in portions(task_ids):
-            for row in self._read(columns.where(experiences.c.task_id.in_(some), experiences.c.correction == 0)):
-                found.append(PromptSample(*row)._replace(state=State(row.state)))
-        return found
+        rows = find(self._read, columns.where(experiences.c.correction == 0), experiences.c.task_id, task_ids)
+        return [PromptSample(*row)._replace(state=State(row.state)) for row in rows]
 
     def _live(self) -> ColumnElement[bool]:
         return and_(files.c.deleted_at.is_(None), or_(files.c.expires_at.is_(None), files.c.expires_at > self._clock()))

@@ -22,7 +22,6 @@ PREFIX = "tl-"
 
 _RANDOM_BYTES, _ID_DIGITS = 32, 12
 
-#: The largest limit: of the database's columns.
 MAX_LIMIT = 2**31 - 1
 
 

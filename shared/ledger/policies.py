@@ -20,7 +20,6 @@ from tuneloop.shared.ledger.storage.job_schema import job_events, jobs
 from tuneloop.shared.ledger.storage.schema import COMMITTED, experiences, policies, versions
 from tuneloop.shared.ledger.versions.versions import SERVABLE, Decision, next_number, note
 
-#: The policy of all that names none.
 DEFAULT = 0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -150,7 +149,6 @@ class Policies(LedgerPart):
             return _copy(connection, found.version, into, VersionState.CANDIDATE, decision)
 
 
-#: Says the same as the partial index.
 _THERE = policies.c.state != PolicyState.DELETED
 
 _PARENTS = select(versions.c.state, policies.c.tenant).join(policies, policies.c.id == versions.c.policy)
@@ -231,7 +229,6 @@ def policy_of(row: Any) -> Policy:
 
 # Jobs.
 
-#: The legal transitions.
 _NEXT = {
     JobState.VALIDATING: {JobState.QUEUED, JobState.FAILED, JobState.CANCELLED},
     JobState.QUEUED: {JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLED},
@@ -239,7 +236,6 @@ _NEXT = {
     JobState.PAUSED: {JobState.QUEUED, JobState.CANCELLED},
 }
 
-#: The states of a job that is not over.
 OPEN = tuple(_NEXT)
 
 #: What stands in a model's name between that of its job and the step of one of the job's versions.
@@ -414,9 +410,6 @@ class Jobs(LedgerPart):
         chosen = select(job_events).where(job_events.c.job == job_id, job_events.c.type == "metrics")
         return [_event_of(row) for row in self._read(chosen.order_by(job_events.c.id.desc()).limit(events))]
 
-    def of_policies(self) -> dict[int, Job]:
-        return {row.policy: job_of(row) for row in self._read(select(jobs))}
-
     def change(
         self, job_id: str, state: JobState, message: str, *, options: Mapping[str, Any] | None = None, **values: Any
     ) -> Job:
@@ -502,7 +495,6 @@ def _event_of(row: Any) -> JobEvent:
     return JobEvent(**dict(row._mapping) | {"data": row.data and msgspec.json.decode(row.data)})
 
 
-#: Jobs of policies that were not deleted.
 _OF_THOSE: ColumnElement[bool] = jobs.c.policy.in_(select(policies.c.id).where(_THERE))
 
 #: What jobs made, and can be served.

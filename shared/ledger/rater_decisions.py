@@ -15,10 +15,8 @@ from tuneloop.shared.ledger.recording.rewards import RewardsPart, replies_of
 from tuneloop.shared.ledger.storage.database import alone, put
 from tuneloop.shared.ledger.storage.schema import feedback, rater_events, raters
 
-#: The raters of so many of the newest events are listed.
 WINDOW = 5000
 
-#: Replies whose rewards are made anew in one transaction.
 _PAGE = 100
 
 _NEWEST = select(feedback.c.tenant, feedback.c.source).order_by(feedback.c.id.desc()).limit(WINDOW).subquery()

@@ -33,7 +33,6 @@ _COMMITTED = literally(COMMITTED)
 _NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
 _OLDEST_LEASED = select(func.min(experiences.c.committed_at)).where(_LEASED)
 
-#: The states in which a row may still be trained on, but for what is leased.
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 _counted = experience_counts.c

@@ -31,7 +31,6 @@ _FEW_DESCRIPTORS = 16
 #: A version that nothing holds back is served within so many seconds.
 VERSION_WAITS_S = 60.0
 
-#: The alarm about a trainer that was not seen any more, and has not said that it stops.
 TRAINER_SILENT = "trainer_silent"
 
 #: More untrainable replies than this for each trainable one are no client's choice.
@@ -60,16 +59,13 @@ _DROP_CURES = dict.fromkeys(
     "is below": "lower algorithm.sft.least_reward, or reward what is good above it",
 }
 
-#: So many raters are named in a sentence.
 _NAMED = 5
 
-#: The alarm while a version waits for room on the disk.
 DISK_FULL = "disk_full"
 
 #: The alarm that makes engines tell all log-probabilities again: those that the trainer recomputes are others.
 CAPTURE_MISMATCH = "capture_mismatch"
 
-#: The states before training, in their order.
 WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
 

@@ -39,13 +39,11 @@ from tuneloop.shared.settings.settings import Settings
 #: Where an explorer runs, a file of its outbox is removed within 70 minutes.
 _SILENT_S = 7200.0
 
-#: How many of the reasons of dropped and expired rows are listed.
 MAX_DROP_REASONS = 5
 
 #: So many of the newest replies, and of a run's, are looked at for calls that do not merge.
 _NEWEST_REPLIES = 200
 
-#: What a reply waits for in each state.
 WAITS_FOR = {
     State.RECORDED: "feedback",
     State.REWARDED: "a commit",

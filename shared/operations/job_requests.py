@@ -24,7 +24,6 @@ from tuneloop.shared.settings.settings import Settings
 #: Of a job's suffix, in characters; of a seed; and how many jobs of a tenant may be open at once.
 MAX_SUFFIX, MAX_SEED, MOST_OPEN = 64, 2**31 - 1, 50
 
-#: The purpose of a file that a job learns from.
 PURPOSE = "fine-tune"
 
 _FILES = ("training_file", "validation_file")

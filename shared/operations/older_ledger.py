@@ -12,7 +12,6 @@ from tuneloop.shared.errors import CheckpointRejected
 from tuneloop.shared.job_marks import Registered, note_registered, registered_in
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 
-#: The alarm while a ledger is older than its checkpoints.
 LEDGER_OLDER = "ledger_older"
 
 #: So many version numbers are left out at least when a ledger was put back.

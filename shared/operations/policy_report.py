@@ -15,7 +15,6 @@ from tuneloop.shared.operations.version_report import require_version
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 
-#: The newest replies that a policy's reward is the mean of.
 _READ = 500
 
 

@@ -25,7 +25,6 @@ from tuneloop.shared.settings.feedback import PrivacySettings
 
 log = structlog.get_logger()
 
-#: From a character to the one after the last.
 Range = tuple[int, int]
 Finder = Callable[[str], Iterator[Range]]
 
@@ -107,7 +106,6 @@ _API_KEY = re.compile(
     "(?<![0-9A-Za-z])(?:" + "|".join(re.escape(start) + rest for start, rest in _API_KEYS.items()) + ")", re.ASCII
 )
 
-#: The length of a country's IBANs.
 _IBAN_LENGTHS: Mapping[str, int] = MappingProxyType(
     {
         country: int(length)

@@ -18,7 +18,6 @@ from tuneloop.shared.settings.hub_cache import cached_folder
 
 _FILE = "tokenizer.json"
 
-#: SentencePiece's sign for a blank.
 _BLANK = "▁"
 
 #: GPT-2's letter for each byte: its own where that can be seen, else one from 256 on.

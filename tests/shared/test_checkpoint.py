@@ -2,7 +2,6 @@ import hashlib
 import multiprocessing
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -288,43 +287,3 @@ def test_a_manifest_that_names_a_path_outside_is_rejected(store: CheckpointStore
     rewrite(path, files=(File(path=name, size=0, sha256=""),))
     with pytest.raises(CheckpointRejected, match="not a path below the folder"):
         read_manifest(path)
-
-
-def test_links_are_not_sealed(store: CheckpointStore, tmp_path: Path) -> None:
-    staging = store.stage(1)
-    write(staging)
-    (staging / "actor" / "linked").symlink_to(tmp_path)
-    with pytest.raises(CheckpointRejected, match="actor/linked: a checkpoint holds files, not links"):
-        store.seal(staging)
-
-
-#: Users and a group that no account has.
-_TRAINER, _OTHER_TRAINER, _EXPLORER, _GROUP = 61_001, 61_002, 61_003, 61_000
-
-
-@pytest.fixture
-def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of the trainer's user, outside of what only the tests' own user may enter."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
-        (folder / "job").mkdir(mode=0o700)
-        os.chown(folder / "job", _TRAINER, _GROUP)
-        (folder / "job").chmod(0o2770)
-        yield folder / "job"
-
-
-def as_user(user: int, does: Callable[[], object]) -> int:
-    """The exit code of a process of this user, in the group that all share, with the strictest umask."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
-        os.setgroups([])
-        os.setgid(_GROUP)
-        os.setuid(user)
-        os.umask(0o077)
-        does()
-    except (OSError, CheckpointRejected):
-        os._exit(1)
-    os._exit(0)

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.explorer.running import settings_for
-from tuneloop.shared.errors import EnvironmentRefused
-from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.telemetry import opening
 from tuneloop.shared.telemetry.opening import open_tracing
 from tuneloop.shared.telemetry.spans import SpanId, parse_traceparent
 
@@ -41,21 +38,3 @@ def test_nothing_is_imported_unless_it_is_asked_for(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"
     assert open_tracing(settings_for(tmp_path), "explorer") is None
-
-
-def with_receiver(tmp_path: Path, url: str) -> Settings:
-    settings = settings_for(tmp_path)
-    return settings.model_copy(update={"monitor": settings.monitor.model_copy(update={"otlp_url": url})})
-
-
-def test_a_library_that_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    monkeypatch.delitem(sys.modules, "tuneloop.shared.telemetry.tracing", raising=False)
-    with pytest.raises(EnvironmentRefused, match=r"monitor.otlp_url: .*pip install '.\[tracing\]'"):
-        opening.open_tracing(with_receiver(tmp_path, "http://127.0.0.1:9"), "explorer")
-
-
-def test_a_receiver_that_is_no_url_is_refused(tmp_path: Path) -> None:
-    for wrong in ("localhost:4318", "grpc://host:4317", "http://user:secret@host"):
-        with pytest.raises(ValueError, match="OTLP receiver"):
-            Settings.model_validate({"model": {"model_path": "m"}, "monitor": {"otlp_url": wrong}})

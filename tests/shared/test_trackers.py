@@ -10,10 +10,9 @@ from structlog.testing import capture_logs
 
 from tests.explorer.running import settings_for
 from tests.trainer.factories import points
-from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry import trackers
-from tuneloop.shared.telemetry.trackers import OpenedRun, check_tracker, open_curves
+from tuneloop.shared.telemetry.trackers import OpenedRun, open_curves
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv" / "clients" / "trackers" / "bin" / "python"
@@ -90,14 +89,6 @@ def test_a_tracker_has_every_point(kind: str, tmp_path: Path) -> None:
 def with_tracker(tmp_path: Path, kind: str) -> Settings:
     settings = settings_for(tmp_path)
     return settings.model_copy(update={"monitor": settings.monitor.model_copy(update={"monitor_type": kind})})
-
-
-def test_a_tracker_that_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    check_tracker(with_tracker(tmp_path, "tensorboard"))
-    for kind in ("wandb", "mlflow"):
-        with pytest.raises(EnvironmentRefused, match=rf"monitor.monitor_type: {kind} .*pip install '.\[{kind}\]'"):
-            check_tracker(with_tracker(tmp_path, kind))
 
 
 def test_a_tracker_that_fails_costs_no_point_of_tensorboards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def test_preferences_are_told_of_line_by_line(config, ledger, tmp_path):
     assert done.exit_code == 0, (done.output, done.exception)
     assert "Step 2/2: training loss=" in done.output
     assert "loss on the validation part: 0.6931 before, " in done.output
-    [job] = ledger.jobs.of_policies().values()
+    [job] = ledger.jobs.page(None)
     assert f"ask for it as {job.name}" in done.output
 
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_is_refused_and_leaves_no_job(config, ledger, tmp_path, f
     done = CliRunner().invoke(app, ["finetune", str(data), "--config", str(config), *flags])
     assert isinstance(done.exception, JobRefused)
     assert said in str(done.exception)
-    assert ledger.jobs.of_policies() == {}
+    assert list(ledger.jobs.page(None)) == []
 
 
 def test_mistakes_of_a_file_are_told_by_their_lines(config, ledger, tmp_path):

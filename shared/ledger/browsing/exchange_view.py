@@ -21,7 +21,6 @@ from tuneloop.shared.ledger.storage.schema import (
     versions,
 )
 
-#: Feedback events of one exchange that are shown: the newest.
 MAX_EVENTS = 200
 
 

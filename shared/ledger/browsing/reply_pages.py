@@ -49,7 +49,6 @@ MAX_EXAMINED, MAX_READ = 20_000, 2_000
 #: A person or a task with no more replies than this is found by an index of its own.
 _RARE = 2_000
 
-#: Characters of a reply that a list shows.
 PREVIEW = 300
 
 _EXAMINED = (

@@ -17,7 +17,6 @@ from tuneloop.shared.ledger.versions.versions import Decision, Details, note
 #: Seconds that no reply takes. The time when a reply ended has no index, but the one when it began has.
 _LONGEST = 86_400.0
 
-#: Why what such an engine sampled is not trained on.
 REASON = "engine_mismatch"
 
 _MISMATCHES = select(*(mismatches.c[name] for name in ("engine", "since", "until", "explorer")))

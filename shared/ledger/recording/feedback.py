@@ -36,7 +36,7 @@ from tuneloop.shared.ledger.recording.rewards import (
     in_time_for,
     newest_corrections,
 )
-from tuneloop.shared.ledger.storage.database import ignoring, is_among, portions
+from tuneloop.shared.ledger.storage.database import find, ignoring, is_among, portions
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -51,7 +51,6 @@ MAX_CHOICES_SAID = 25
 MAX_EARLY = 100_000
 _EARLY_S = 10.0
 
-#: What an event says, for people: its number, thumb or label, or else its kind.
 Statement = float | bool | str
 
 #: What a query finds, in or outside a transaction.
@@ -98,12 +97,8 @@ class TakenFeedback(NamedTuple):
 
 def equal_texts(read: Read, texts: Collection[tuple[int, str | None]]) -> set[tuple[int, str | None]]:
     """Those of the pairs of a stored event and a text in which it is the event's."""
-    found: set[tuple[int, str | None]] = set()
-    for portion in portions({row for row, _ in texts}):
-        found |= {
-            (row, text) for row, text in read(select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion)))
-        }
-    return found & set(texts)
+    found = find(read, select(feedback.c.id, feedback.c.text), feedback.c.id, {row for row, _ in texts})
+    return {(row.id, row.text) for row in found} & set(texts)
 
 
 class FeedbackQuota:
@@ -191,9 +186,8 @@ def targets_there(events: Collection[Feedback], read: Read) -> set[object]:
     replies = {event.msg_id for event in events if event.msg_id is not None}
     run, reply = [experiences.c[name] for name in TRAJECTORY], experiences.c.msg_id
     of_runs, of_replies = select(*run).distinct().where(experiences.c.task_id.is_not(None)), select(reply).distinct()
-    named = (row for few in portions(runs, of=3) for row in read(of_runs.where(tuple_(*run).in_(few))))
-    there: set[object] = {tuple(row) for row in named}
-    return there | {row.msg_id for few in portions(replies) for row in read(of_replies.where(reply.in_(few)))}
+    there: set[object] = {tuple(row) for row in find(read, of_runs, tuple_(*run), runs, of=3)}
+    return there | {row.msg_id for row in find(read, of_replies, reply, replies)}
 
 
 def target_of(event: Any) -> object:
@@ -370,7 +364,6 @@ class FeedbackResults(Struct, frozen=True):
         return found
 
 
-#: Rows, and the events about them, by what they are of: a reply, or a run.
 _Rows = defaultdict[object, list[tuple[RewardRow, RowEvents]]]
 
 

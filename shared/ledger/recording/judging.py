@@ -7,7 +7,7 @@ from sqlalchemy import and_, func, select
 
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.storage import codec
-from tuneloop.shared.ledger.storage.database import LedgerPart, portions
+from tuneloop.shared.ledger.storage.database import LedgerPart, find
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
 
 #: Of which a verdict can still be of use.
@@ -54,12 +54,8 @@ class Judging(LedgerPart):
         return [ReplyState(*row) for row in self._read(query)]
 
     def existing_events(self, event_ids: Collection[str]) -> set[str]:
-        query = select(feedback.c.event_id)
-        return {
-            row.event_id
-            for portion in portions(event_ids)
-            for row in self._read(query.where(feedback.c.event_id.in_(portion)))
-        }
+        found = find(self._read, select(feedback.c.event_id), feedback.c.event_id, event_ids)
+        return {row.event_id for row in found}
 
     def exchanges_of(self, ids: Sequence[int]) -> dict[int, JudgedExchange]:
         """The exchanges of the replies of these ids; those that are gone are left out."""

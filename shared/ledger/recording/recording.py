@@ -96,7 +96,6 @@ LEASE_S = 600.0
 #: So many voters that are in the ledger are known without a look at it.
 _VOTERS_KNOWN = 100_000
 
-#: Replies whose rewards are recomputed in one transaction.
 _PAGE = 1000
 
 _STORED_REPLIES = select(exchanges.c.msg_id).where(is_among(exchanges.c.msg_id, "names"))

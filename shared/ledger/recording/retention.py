@@ -45,6 +45,7 @@ from tuneloop.shared.ledger.recording.rewards import RewardsPart, Trajectory, re
 from tuneloop.shared.ledger.storage.database import (
     Utf8Text,
     alone,
+    find,
     is_among,
     literally,
     portions,
@@ -66,7 +67,6 @@ from tuneloop.shared.ledger.storage.schema import (
 from tuneloop.shared.settings.feedback import RetentionSettings as Bounds
 from tuneloop.shared.settings.settings import Settings
 
-#: A tenant and the name of a person there.
 Person = tuple[str, str]
 
 
@@ -126,8 +126,7 @@ def not_erased(
 
 def deleted_among(msg_ids: Collection[str], read: Callable[[Select[Any]], Iterable[Any]]) -> set[str]:
     """Those of these exchanges that were deleted one by one, or with their person; `read` finds what a query asks."""
-    query = select(deletions.c.msg_id)
-    return {row.msg_id for some in portions(msg_ids) for row in read(query.where(deletions.c.msg_id.in_(some)))}
+    return {row.msg_id for row in find(read, select(deletions.c.msg_id), deletions.c.msg_id, msg_ids)}
 
 
 def erased_among(connection: Connection, people: Collection[Person]) -> dict[Person, float]:
@@ -164,7 +163,6 @@ def names_in(record: Record) -> set[str]:
 #: What may be purged. Trained rows come first: the repeat of one may be purged in the same run, and spares it still.
 PURGEABLE = (State.TRAINED, State.RECORDED, State.REWARDED, State.EXPIRED, State.DROPPED)
 
-#: Experiences that are deleted in one transaction.
 PORTION = 2000
 
 _PENDING = literally(f"outcome = '{Outcome.PENDING}'")

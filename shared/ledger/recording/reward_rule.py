@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, func, select, tuple_
 
 from tuneloop.shared.experience import KEY_SOURCE, MAX_REWARD, Kind, RaterState, message_of, rater_of, voice_of
-from tuneloop.shared.ledger.storage.database import is_among, portions
+from tuneloop.shared.ledger.storage.database import find, is_among, portions
 from tuneloop.shared.ledger.storage.schema import experiences, feedback, raters
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -99,7 +99,6 @@ OF_ITS_RESULT = '{"of":"the last call of its run"}'
 #: The rule of a row of a file: the file says what is learnt.
 OF_A_FILE = '{"of":"a line of a file"}'
 
-#: These are no rules of feedback.
 OF_NO_FEEDBACK = frozenset({OF_ITS_RESULT, OF_A_FILE})
 
 
@@ -356,17 +355,14 @@ LONGEST = 4000
 def similarities(connection: Connection, edits: Mapping[int, int]) -> dict[int, float]:
     """How alike the reply of each row of `experiences` and the answer of its feedback event are, by the rows' ids."""
     answers: dict[int, str] = {}
-    for portion in portions({*edits.values()}):
-        query = select(feedback.c.id, feedback.c.text).where(feedback.c.id.in_(portion))
-        for event in connection.execute(query):
-            message = message_of(event.text) or {"content": event.text}
-            answers[event.id] = _text_of_message(message.get("content"), message.get("tool_calls"))
+    for event in find(connection.execute, select(feedback.c.id, feedback.c.text), feedback.c.id, {*edits.values()}):
+        message = message_of(event.text) or {"content": event.text}
+        answers[event.id] = _text_of_message(message.get("content"), message.get("tool_calls"))
     found: dict[int, float] = {}
-    for portion in portions(edits):
-        words = select(experiences.c.id, experiences.c.text, experiences.c.tool_calls)
-        for row in connection.execute(words.where(experiences.c.id.in_(portion))):
-            calls = json.loads(row.tool_calls) if row.tool_calls else None
-            found[row.id] = similarity(_text_of_message(row.text, calls), answers[edits[row.id]])
+    words = select(experiences.c.id, experiences.c.text, experiences.c.tool_calls)
+    for row in find(connection.execute, words, experiences.c.id, edits):
+        calls = json.loads(row.tool_calls) if row.tool_calls else None
+        found[row.id] = similarity(_text_of_message(row.text, calls), answers[edits[row.id]])
     return found
 
 

@@ -33,7 +33,7 @@ from tuneloop.shared.ledger.recording.reward_rule import (
     unfinished_among,
     without_quarantined,
 )
-from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, ignoring, is_among, portions
+from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, find, ignoring, is_among, portions
 from tuneloop.shared.ledger.storage.schema import experiences, feedback, reward_rules
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -245,11 +245,8 @@ def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> 
 
 
 def replies_preferred_to(connection: Connection, msg_ids: Collection[str]) -> Iterator[str]:
-    for portion in portions(msg_ids):
-        preferred = feedback.c.other_msg_id.is_not(None)
-        yield from connection.execute(
-            select(feedback.c.other_msg_id).where(feedback.c.msg_id.in_(portion), preferred)
-        ).scalars()
+    preferred = select(feedback.c.other_msg_id).where(feedback.c.other_msg_id.is_not(None))
+    yield from (row.other_msg_id for row in find(connection.execute, preferred, feedback.c.msg_id, msg_ids))
 
 
 def _read(
@@ -388,9 +385,8 @@ def bears_on(event: Any, row: RewardRow) -> bool:
 
 
 def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[Any]:
-    for portion in portions(msg_ids):
-        about = feedback.c.msg_id.in_(portion)
-        yield from connection.execute(select(*_READ).where(about, feedback.c.kind == Kind.RETRACTION))
+    those = select(*_READ).where(feedback.c.kind == Kind.RETRACTION)
+    yield from find(connection.execute, those, feedback.c.msg_id, msg_ids)
 
 
 def _set(connection: Connection, table: Any, rows: Sequence[Mapping[str, object]]) -> None:

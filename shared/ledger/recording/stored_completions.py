@@ -63,7 +63,6 @@ class StoredRequest(msgspec.Struct, frozen=True):
     frequency_penalty: Raw = _NULL
 
 
-#: OpenAI's object.
 StoredCompletion = dict[str, Any]
 
 

@@ -20,7 +20,6 @@ TOLD_S = 1.0
 #: The first comparison is the best of so many: feedback has its place in the order by it.
 _FIRST_SAMPLES = 5
 
-#: The alarm's name.
 CLOCK_SKEW = "clock_skew"
 
 

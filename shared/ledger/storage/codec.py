@@ -114,7 +114,6 @@ def unpack_grammar(stored: bytes | None) -> Grammar | None:
 #: Plain text: a driver may take an enumeration for its name.
 _DROPPED, _RECORDED = State.DROPPED.value, State.RECORDED.value
 
-#: The columns that a sample has as they are.
 _SAME = (
     *("id", "temperature", "version_min", "version_max", "tenant", "task_id", "run_id", "group_id", "rewarded_at"),
     *("committed_at", "msg_id", "choice", "finish_reason", "unsampled", "sampled_at"),

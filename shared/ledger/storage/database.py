@@ -8,7 +8,7 @@ The ledger's time: that of the database's clock, counted on with seconds that no
 import fcntl
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from itertools import islice
@@ -28,6 +28,7 @@ from sqlalchemy import (
     Executable,
     Integer,
     LargeBinary,
+    Select,
     SmallInteger,
     String,
     Table,
@@ -223,7 +224,6 @@ class Utf8Text(TypeDecorator[str]):
         return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", value)
 
 
-#: What PostgreSQL calls the types of the columns.
 _COPIED: Mapping[type, str] = {
     String: "text",
     Text: "text",
@@ -262,7 +262,6 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 
-#: The device and the number of a file on it.
 FileIdentity = tuple[int, int]
 
 
@@ -486,6 +485,18 @@ def _insert(dialect: str, table: Table, columns: tuple[str, ...]) -> str:
     names = ", ".join(f'"{name}"' for name in columns)
     marks = ", ".join(["?" if dialect == "sqlite" else "%s"] * len(columns))
     return f'INSERT INTO "{table.name}" ({names}) VALUES ({marks}) ON CONFLICT DO NOTHING'
+
+
+def find(
+    read: Callable[[Select[Any]], Iterable[Any]],
+    query: Select[Any],
+    column: ColumnElement[Any],
+    values: Collection[Any],
+    *,
+    of: int = 1,
+) -> list[Any]:
+    """The rows of a query in whose `column` one of the values stands, which may be more than a statement takes."""
+    return [row for some in portions(values, of=of) for row in read(query.where(column.in_(some)))]
 
 
 def portions(values: Collection[_T], *, of: int = 1) -> Iterator[list[_T]]:

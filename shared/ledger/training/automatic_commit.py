@@ -30,7 +30,6 @@ from tuneloop.shared.ledger.training.groups import (
 #: Seconds after the last feedback about a row, and at most after the first.
 QUIET_S, AT_LATEST_S = 30.0, 300.0
 
-#: Rows that are looked at in one transaction.
 PAGE = 1000
 
 _REWARDED = literally(REWARDED)
@@ -41,10 +40,8 @@ _UNGROUPED = or_(
     and_(_STATE == State.COMMITTED, experiences.c.group_id.is_(None)),
 )
 
-#: Where a look ended: when a row was rewarded, and its id.
 Place = tuple[float, int]
 
-#: Rows that are committed together.
 _Group = Sequence[Any]
 
 

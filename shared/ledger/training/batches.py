@@ -35,7 +35,7 @@ from sqlalchemy import (
 from tuneloop.shared.experience import KEY_SOURCE, Kind, Rater, RaterState, State, rater_of, voice_of
 from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import TRAJECTORY, event_order, rules_of, weighted_rewards
-from tuneloop.shared.ledger.storage.database import literally, portions
+from tuneloop.shared.ledger.storage.database import find, literally, portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, RATED, experiences, feedback, raters
 from tuneloop.shared.ledger.training.groups import BatchRules, gather, of_policy, takable, young
 
@@ -43,7 +43,6 @@ from tuneloop.shared.ledger.training.groups import BatchRules, gather, of_policy
 #: many of is dropped, so that others' rows beyond it are found.
 WINDOW = 4
 
-#: Why a row is dropped.
 REASON = "its rater has more of the waiting feedback than feedback.max_rater_share lets into batches"
 
 
@@ -108,9 +107,7 @@ def weigh_rewards(connection: Connection, units: Sequence[Unit], rules: BatchRul
     words = _words(connection, [row for unit in units for row in unit.rows], rules)
     apart = [row for row, by in words.items() if len(by) > 1 and min(by.values()) < 1]
     weights = {rater: weight for row in apart for rater, weight in words[row].items()}
-    replies: set[str] = set()
-    for portion in portions(apart):
-        replies |= {*connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars()}
+    replies = {row.msg_id for row in find(connection.execute, select(experiences.c.msg_id), experiences.c.id, apart)}
     found: dict[int, float | None] = {}
     for rule, msg_ids in rules_of(connection, replies).values():
         found |= weighted_rewards(connection, msg_ids, rule, rules.trusted_raters, weights)
@@ -175,15 +172,12 @@ def _parts(words: Mapping[int, Mapping[Rater, float]], unit: Unit) -> dict[Rater
 def _words(connection: Connection, ids: Collection[int], rules: BatchRules) -> dict[int, dict[Rater, float]]:
     """Whose feedback counts for each row's reward, and how much; nobody's but a trusted rater's, where one spoke."""
     names = select(*(experiences.c[name] for name in ("id", "msg_id", *TRAJECTORY)))
-    rows = [row for some in portions(ids) for row in connection.execute(names.where(experiences.c.id.in_(some)))]
+    rows = find(connection.execute, names, experiences.c.id, ids)
     columns = select(*(feedback.c[name] for name in ("msg_id", *TRAJECTORY, "source"))).distinct()
-    events: list[Any] = []
-    for some in portions({row.msg_id for row in rows}):
-        events += connection.execute(columns.where(feedback.c.msg_id.in_(some)))
+    events = find(connection.execute, columns, feedback.c.msg_id, {row.msg_id for row in rows})
     runs = {(row.tenant, row.task_id, row.run_id) for row in rows if None not in (row.task_id, row.run_id)}
     named = tuple_(*(feedback.c[name] for name in TRAJECTORY))
-    for few in portions(runs, of=3):
-        events += connection.execute(columns.where(feedback.c.msg_id.is_(None), named.in_(few)))
+    events += find(connection.execute, columns.where(feedback.c.msg_id.is_(None)), named, runs, of=3)
     by_target: dict[object, set[Rater]] = defaultdict(set)
     for event in without_quarantined(connection, events):
         by_target[event.msg_id or (event.tenant, event.task_id, event.run_id)].add(rater_of(event))
@@ -242,11 +236,10 @@ def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str
 def _edits_about(connection: Connection, rows: Sequence[Any]) -> Iterator[Any]:
     """The edited answers about the rows, and what might take one back."""
     of_these = select(feedback).where(feedback.c.kind.in_((Kind.DEMONSTRATION, Kind.RETRACTION)))
-    for portion in portions({row.msg_id for row in rows}):
-        yield from connection.execute(of_these.where(feedback.c.msg_id.in_(portion)))
+    yield from find(connection.execute, of_these, feedback.c.msg_id, {row.msg_id for row in rows})
     named = tuple_(*(feedback.c[name] for name in TRAJECTORY))
-    for few in portions({_run(row) for row in rows if None not in _run(row)}, of=3):
-        yield from connection.execute(of_these.where(feedback.c.msg_id.is_(None), named.in_(few)))
+    runs = {_run(row) for row in rows if None not in _run(row)}
+    yield from find(connection.execute, of_these.where(feedback.c.msg_id.is_(None)), named, runs, of=3)
 
 
 def _run(row: Any) -> tuple[str, str | None, str | None]:

@@ -17,12 +17,11 @@ from tuneloop.shared.ledger.recording.retention import deleted_among
 from tuneloop.shared.ledger.recording.reward_rule import OF_A_FILE
 from tuneloop.shared.ledger.recording.rewards import id_of_rule
 from tuneloop.shared.ledger.storage.codec import exchange_row, experience_row, unpack_text
-from tuneloop.shared.ledger.storage.database import LedgerPart, again_after_deadlock, alone, portions, put
+from tuneloop.shared.ledger.storage.database import LedgerPart, again_after_deadlock, alone, find, portions, put
 from tuneloop.shared.ledger.storage.job_schema import jobs
 from tuneloop.shared.ledger.storage.schema import COMMITTED, exchanges, experiences
 from tuneloop.shared.ledger.training.training import fence, newest_version
 
-#: The endpoint of what is learnt of a line of a file.
 ENDPOINT = "file"
 
 #: What a row says of log-probabilities that nobody sampled.
@@ -122,7 +121,7 @@ class FileRows(LedgerPart):
     def find_texts(self, msg_ids: Collection[str]) -> dict[str, WrittenReply]:
         columns = (exchanges.c.msg_id, exchanges.c.request, experiences.c.text, experiences.c.tool_calls)
         chosen = select(*columns).join(experiences, experiences.c.msg_id == exchanges.c.msg_id)
-        rows = [row for some in portions(msg_ids) for row in self._read(chosen.where(exchanges.c.msg_id.in_(some)))]
+        rows = find(self._read, chosen, exchanges.c.msg_id, msg_ids)
         return {row.msg_id: WrittenReply(unpack_text(row.request), row.text, row.tool_calls) for row in rows}
 
     def are_left(self, policy: int) -> bool:

@@ -19,7 +19,7 @@ from tuneloop.shared.experience import Int32s, State, TrustedRaters
 from tuneloop.shared.ledger.recording.reward_rule import without_quarantined
 from tuneloop.shared.ledger.recording.rewards import event_order, retracted_preferences, retractions
 from tuneloop.shared.ledger.storage.codec import from_blob, unpack_text
-from tuneloop.shared.ledger.storage.database import LedgerPart, literally, portions
+from tuneloop.shared.ledger.storage.database import LedgerPart, find, literally, portions
 from tuneloop.shared.ledger.storage.schema import COMMITTED, EDITED, exchanges, experiences, feedback, versions
 from tuneloop.shared.ledger.training.run_results import gather_whole, lock_rows, waiting_runs, without_results
 from tuneloop.shared.ledger.versions.versions import SERVABLE
@@ -355,10 +355,10 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], rules: B
     ends = list(ends_of(connection, events))
     ready = {row.id: row for row in chain(alone, *chain.from_iterable(ends)) if _is(row, (State.COMMITTED,), rules)}
     groups: dict[int, list[int]] = defaultdict(list)
-    for portion in portions({row.group_id for row in ready.values()} - {None}):  # those that are gathered already
-        for row in connection.execute(select(*COLUMNS).where(_COMMITTED, experiences.c.group_id.in_(portion))):
-            groups[row.group_id].append(row.id)
-            ready[row.id] = row
+    gathered = {row.group_id for row in ready.values()} - {None}
+    for row in find(connection.execute, select(*COLUMNS).where(_COMMITTED), experiences.c.group_id, gathered):
+        groups[row.group_id].append(row.id)
+        ready[row.id] = row
     links = list(groups.values())
     named, waiting = set[int](), set[int]()
     for pair in ends:
@@ -384,10 +384,9 @@ def _gather_the_preferred(connection: Connection, alone: Sequence[Any], rules: B
 def standing_preferences(connection: Connection, msg_ids: Collection[str]) -> list[Any]:
     """The preferences that name any of the replies, but for those that were taken back."""
     by_id: dict[int, Any] = {}
+    preferences = select(feedback).where(feedback.c.other_msg_id.is_not(None))
     for name in (feedback.c.msg_id, feedback.c.other_msg_id):
-        for portion in portions(msg_ids):
-            query = select(feedback).where(feedback.c.other_msg_id.is_not(None), name.in_(portion))
-            by_id |= {event.id: event for event in connection.execute(query)}
+        by_id |= {event.id: event for event in find(connection.execute, preferences, name, msg_ids)}
     found_retractions = retractions(connection, {event.msg_id for event in by_id.values()})
     retracted = set(retracted_preferences(sorted([*by_id.values(), *found_retractions], key=event_order)))
     found = (by_id[id_] for id_ in sorted(by_id))  # the first make the groups, at each look the same ones
@@ -410,9 +409,8 @@ def ends_of(connection: Connection, events: Sequence[Any]) -> Iterator[tuple[lis
     """For each preference the rows of the better reply and those of the worse one, as far as they are there."""
     names = {name for event in events for name in (event.msg_id, event.other_msg_id)}
     rows: dict[tuple[str, str], list[Any]] = defaultdict(list)
-    for portion in portions(names):
-        for row in connection.execute(select(*COLUMNS).where(experiences.c.msg_id.in_(portion))):
-            rows[row.tenant, row.msg_id].append(row)
+    for row in find(connection.execute, select(*COLUMNS), experiences.c.msg_id, names):
+        rows[row.tenant, row.msg_id].append(row)
     for event in events:
         better, worse = rows[event.tenant, event.msg_id], rows[event.tenant, event.other_msg_id]
         yield _of_choice(better, event.choice), _of_choice(worse, event.other_choice)

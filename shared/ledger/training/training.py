@@ -15,6 +15,7 @@ from tuneloop.shared.ledger.storage.codec import sample
 from tuneloop.shared.ledger.storage.database import (
     again_after_deadlock,
     alone,
+    find,
     portions,
 )
 from tuneloop.shared.ledger.storage.job_schema import jobs
@@ -50,7 +51,6 @@ _WAITING_ROWS = f"""
     FROM policies WHERE state <> 'deleted' ORDER BY id
 """
 
-#: The states from which a row may come to be trained on.
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
 
@@ -216,10 +216,7 @@ def _leased_rows(epoch: int, ids: Sequence[int]) -> Any:
 
 
 def _replies(connection: Connection, ids: Collection[int]) -> set[str]:
-    found: set[str] = set()
-    for portion in portions(ids):
-        found |= set(connection.execute(select(experiences.c.msg_id).where(experiences.c.id.in_(portion))).scalars())
-    return found
+    return {row.msg_id for row in find(connection.execute, select(experiences.c.msg_id), experiences.c.id, ids)}
 
 
 def _current_epoch(connection: Connection) -> int:
@@ -240,7 +237,6 @@ def newest_version(connection: Connection, policy: int) -> int:
     return connection.execute(newest).scalar() or 0
 
 
-#: The largest number that the database has room for.
 _LARGEST = (1 << 31) - 1
 
 _NO_MANIFEST = "0" * 64

@@ -14,7 +14,6 @@ from tuneloop.shared.ledger.storage.database import LedgerPart, alone
 from tuneloop.shared.ledger.storage.schema import evaluations, exchanges, experiences, versions, worth
 from tuneloop.shared.ledger.versions.drift import LONGEST
 
-#: The newest replies among which refusals are counted.
 READ = 500
 
 # The square of a reward of 1e300 would be no number any more.

@@ -10,7 +10,7 @@ from zstandard import ZstdError
 
 from tuneloop.shared.experience import MAX_REWARD, Kind, Rater, RaterState, rater_of, voice_of
 from tuneloop.shared.ledger.storage.codec import unpack_text
-from tuneloop.shared.ledger.storage.database import LedgerPart, portions
+from tuneloop.shared.ledger.storage.database import LedgerPart, find
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, raters
 from tuneloop.shared.settings.feedback import RewardRule
 
@@ -157,11 +157,10 @@ class Drift(LedgerPart):
         rows = self._read(of_it.order_by(experiences.c.id.desc()).limit(count))
         wanted = {msg_id for msg_id, text, calls in rows if calls or any(mark in text for mark in marks)}
         requests: dict[str, bytes] = {}
-        for portion in portions(wanted):
-            query_of_requests = select(exchanges.c.msg_id, exchanges.c.request).where(exchanges.c.msg_id.in_(portion))
-            for msg_id, request in self._read(query_of_requests):
-                with suppress(ZstdError):  # damaged bytes must not stop a trainer
-                    requests[msg_id] = unpack_text(request)
+        asked = select(exchanges.c.msg_id, exchanges.c.request)
+        for msg_id, request in find(self._read, asked, exchanges.c.msg_id, wanted):
+            with suppress(ZstdError):  # damaged bytes must not stop a trainer
+                requests[msg_id] = unpack_text(request)
         return [ReplyExcerpt(text, calls, requests.get(msg_id)) for msg_id, text, calls in rows]
 
     def largest_rater(self, count: int) -> float | None:

@@ -28,7 +28,6 @@ from tuneloop.shared.ledger.storage.database import LedgerPart, Transactions, al
 from tuneloop.shared.ledger.storage.job_schema import jobs
 from tuneloop.shared.ledger.storage.schema import policies, version_events, versions
 
-#: The figures that decided something, as they are kept in JSON.
 Details = Mapping[str, Any]
 
 
@@ -56,7 +55,6 @@ class Decision(NamedTuple):
 
 SERVABLE = (VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION, VersionState.RETIRED)
 
-#: Says the same as the partial index.
 PINNED: ColumnElement[bool] = text("pinned")  # type: ignore[assignment]
 
 

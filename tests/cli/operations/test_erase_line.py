@@ -54,9 +54,9 @@ def test_a_line_goes_everywhere_and_no_other_moves(file: Path, ledger: Ledger, s
     version = rows_of_lines(ledger)
     before = stored.read_bytes()
     command = ("erase", "-c", file, "--file", NAME, "--line", "1", "--json")
-    planned = json.loads(told(*command, "--dry-run")[0])
+    planned = json.loads("".join(told(*command, "--dry-run")))
     assert stored.read_bytes() == before
-    done = json.loads(told(*command)[0])
+    done = json.loads("".join(told(*command)))
     assert done == planned | {"dry_run": False}
     assert (done["tenant"], done["user"], done["exchanges"], done["experiences"]) == ("acme", f"{NAME}:1", 3, 3)
     assert done["feedback"] == 3
@@ -74,7 +74,7 @@ def test_a_line_goes_everywhere_and_no_other_moves(file: Path, ledger: Ledger, s
     assert len(after) == len(before)
     assert b'secret 1"' not in after
     assert [line.number for line in read_lines(stored, "reinforcement")] == [*range(2, 13)]
-    again = json.loads(told(*command)[0])
+    again = json.loads("".join(told(*command)))
     assert (again["exchanges"], again["versions"]) == (0, [])
 
 

@@ -114,7 +114,7 @@ def test_supervised_from_upload_to_a_reply_and_on_to_dpo(service: Service, clien
     assert ask(client, later.fine_tuned_model).choices
 
     ledger = ledger_of(service.settings)
-    jobs = {each.id: each for each in ledger.jobs.of_policies().values()}
+    jobs = {each.id: each for each in ledger.jobs.page(None)}
     for each in (job, later):
         rows = ledger.policies.in_training(jobs[each.id].policy)
         assert rows == {State.COMMITTED: 0, State.LEASED: 0}

@@ -14,7 +14,7 @@ from tests.factories import committed, exchange, experience, feedback, leased, o
 from tuneloop.shared.capacity.pace import VersionPace, note_version
 from tuneloop.shared.experience import Exchange, pack_ids, pack_logprobs
 from tuneloop.shared.job_marks import StepRules, note_step_rules
-from tuneloop.shared.ledger.ledger import Alarm, Ledger
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import revisions
 from tuneloop.shared.operations.diagnosis import Code
 from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
@@ -118,17 +118,6 @@ def test_a_ledger_in_order_is_a_page(settings: Settings, made: Ledger) -> None:
     assert found["Diagnosis"] == ["none: a full batch waits, and a trainer that lives is about to take it"]
 
 
-def test_all_explorers_are_listed(settings: Settings, made: Ledger) -> None:
-    made.explorers.see("m1:8010", address="m1.local:8010", release="1.2", version=3)
-    made.explorers.see("m2:8010", address="m2.local:8010", release="1.1", version=None)
-    with made.transactions.write() as connection:
-        connection.exec_driver_sql("UPDATE explorers SET seen_at = seen_at - 3600 WHERE name = 'm2:8010'")
-    one, other = page(settings)["Explorers"]
-    assert re.fullmatch(r"m1:8010: up, last seen \d s ago, serves version 3; m1.local:8010, release 1.2", one)
-    assert re.fullmatch(r"m2:8010: NOT up, last seen .* ago, serves nothing; m2.local:8010, release 1.1", other)
-    assert [each["up"] for each in as_json(examine_experiment(settings))["explorers"]] == [True, False]  # type: ignore[attr-defined]
-
-
 def test_a_ledger_that_does_not_add_up_ends_with_1(file: Path, made: Ledger) -> None:
     trained(made, 2)
     with made.transactions.write() as connection:
@@ -160,14 +149,6 @@ def test_a_trainer_that_has_stopped_and_one_that_died_are_told_apart(settings: S
     made.training.end(epoch)
     (trainer,) = page(settings)["Trainer"]
     assert re.fullmatch(r"host:1, epoch 1: stopped \d s ago", trainer)
-
-
-def test_the_most_frequent_reasons_of_what_is_aside_are_told(settings: Settings, made: Ledger) -> None:
-    for number in range(8):
-        said = experience(drop_reason=f"reason {number}")
-        made.recording.record([exchange(experiences=(said,)) for _ in range(number + 1)])
-    found = [line.split(maxsplit=2) for line in page(settings)["Waiting"] if line.startswith("dropped")]
-    assert found == [["dropped", str(number + 1), f"reason {number}"] for number in (7, 6, 5, 4, 3)]
 
 
 def test_replies_that_the_method_will_not_take_are_told_while_they_wait(settings: Settings, made: Ledger) -> None:
@@ -229,17 +210,6 @@ def test_a_database_of_another_release_is_left_alone(settings: Settings, made: L
     assert report.facts.ledger is None
     assert report.facts.away.startswith("the database has the schema 0000, this release works with ")
     assert as_json(report)["holds"] is None
-
-
-def test_open_alarms_are_told(settings: Settings, made: Ledger) -> None:
-    assert "Alarms" not in page(settings)
-    made.alarms.raise_alarm(Alarm("length", "replies got long", step=3, holds=True))
-    made.alarms.raise_alarm(Alarm("entropy", "it fell"))
-    made.alarms.clear("entropy")
-    (line,) = page(settings)["Alarms"]
-    assert re.fullmatch(r"length: replies got long; raised \d s ago; no new version is served", line)
-    [told] = json.loads(json.dumps(as_json(examine_experiment(settings))["alarms"]))
-    assert (told["name"], told["step"], told["holds"]) == ("length", 3, True)
 
 
 def test_how_far_the_trainer_lags_is_told(settings: Settings, made: Ledger) -> None:

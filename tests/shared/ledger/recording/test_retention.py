@@ -12,7 +12,6 @@ from tuneloop.shared.ledger.recording import retention
 from tuneloop.shared.ledger.recording.retention import bounds_of, bounds_of_tenants
 from tuneloop.shared.ledger.storage.database import Transactions
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback
-from tuneloop.shared.settings.feedback import RetentionSettings
 from tuneloop.shared.settings.settings import Settings
 
 
@@ -161,14 +160,3 @@ def test_feedback_whose_reply_never_comes_goes_by_the_bound_of_recorded(ledger: 
     assert ledger.retention.purge({State.TRAINED: 50.0}).parked == 0
     assert ledger.retention.purge({State.RECORDED: 50.0}).parked == 1
     assert column(engine, feedback.c.msg_id) == ["chatcmpl-new"]
-
-
-def test_the_settings_say_what_may_stay_how_long() -> None:
-    assert bounds_of(RetentionSettings()) == {}
-    assert bounds_of(RetentionSettings.model_validate({state.value: 1 + i for i, state in enumerate(EVERYTHING)})) == {
-        State.RECORDED: 1.0,
-        State.REWARDED: 2.0,
-        State.TRAINED: 3.0,
-        State.EXPIRED: 4.0,
-        State.DROPPED: 5.0,
-    }

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback, fill, ids, published, trained
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
-from tuneloop.shared.experience import Sample, State, TrustedRaters
+from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.ledger.training.batches import (
@@ -24,7 +23,6 @@ from tuneloop.shared.ledger.training.batches import (
     next_groups,
     next_of,
 )
-from tuneloop.shared.settings.settings import Settings
 
 
 @pytest.fixture
@@ -341,30 +339,3 @@ def test_a_claim_reads_an_index_in_its_order_whatever_else_waits(engine: Engine)
         assert index in plan
         assert "Sort" not in plan
         assert "TEMP B-TREE" not in plan
-
-
-def test_the_settings_make_the_rules(tmp_path: Path) -> None:
-    chosen = {
-        "order": "freshest",
-        "group_by": "task",
-        "group_size": 3,
-        "group_timeout": 7.0,
-        "batch_timeout": 2.0,
-    }
-    backlog = {"train_batch_size": 16, "max_backlog": 3}
-    bounds = {"max_staleness": 5}
-    raters = {"max_rater_share": 0.1, "trusted_raters": TrustedRaters(frozenset({("default", "ann")}), "judge:m")}
-    settings = Settings(
-        model={"model_path": tmp_path},
-        buffer=chosen | backlog | {"whole_groups_only": True},
-        trainer=bounds,
-        feedback={"trusted_raters": ["ann"]},
-        judge={"url": "http://judge", "model": "m"},
-    )
-    others = {"least_runs": 3, "any_reply": False, "edited": False, "by_result": False, "max_backlog": 48, "policy": 0}
-    others["automatic"] = False
-    assert BatchRules.of(settings)._asdict() == chosen | bounds | raters | others
-    unset = BatchRules.of(Settings(model={"model_path": tmp_path}))
-    assert unset == BatchRules(max_rater_share=0.1, max_backlog=8 * 32)
-    unbounded = Settings(model={"model_path": tmp_path}, buffer={"max_backlog": None})
-    assert BatchRules.of(unbounded).max_backlog is None

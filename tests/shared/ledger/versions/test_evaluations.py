@@ -22,14 +22,6 @@ def test_figures_are_told_as_they_were_recorded_and_replaced_as_a_whole(ledger: 
     assert ledger.evaluations.of(0, Evaluator.TRAINER) == (SCORE._replace(value=0.75),)
 
 
-def test_each_evaluator_has_figures_of_its_own(ledger: Ledger) -> None:
-    ledger.versions.ensure_base(Path("/base"))
-    ledger.evaluations.record(0, Evaluator.TRAINER, [SCORE])
-    ledger.evaluations.record(0, Evaluator.ENGINE, [SLICE])
-    assert ledger.evaluations.of(0, Evaluator.TRAINER) == (SCORE,)
-    assert ledger.evaluations.of(0, Evaluator.ENGINE) == (SLICE,)
-
-
 @pytest.mark.parametrize("figure", [SCORE._replace(value=float("inf")), SCORE._replace(samples=0)])
 def test_what_is_no_figure_is_refused_and_the_old_ones_stay(ledger: Ledger, figure: Figure) -> None:
     ledger.versions.ensure_base(Path("/base"))

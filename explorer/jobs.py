@@ -37,7 +37,7 @@ from tuneloop.shared.settings.settings import Settings
 log = structlog.get_logger()
 
 #: How often it is looked for jobs, at most, and for what became of the rows of a step, in seconds.
-LOOK_S = 1.0
+POLL_S = 1.0
 
 #: The mistakes of a file that a job's error names.
 _MISTAKES = 5
@@ -52,7 +52,7 @@ class LineChecks:
         self._settings, self._ledger, self._metrics = settings, ledger, metrics
 
     async def run(self) -> None:
-        interval_s = min(self._settings.explorer.service_status_check_interval, LOOK_S)
+        interval_s = min(self._settings.explorer.service_status_check_interval, POLL_S)
         await every(interval_s, self.turn, task="fine_tuning_files", metrics=self._metrics)
 
     async def turn(self) -> None:
@@ -162,25 +162,27 @@ class ReinforcementJobs:
 
     async def run(self) -> None:
         try:
-            await every(LOOK_S, self.turn, task="reinforcement", metrics=self._metrics)
+            await every(POLL_S, self.turn, task="reinforcement", metrics=self._metrics)
         finally:
-            self._stop(self._driving)
+            await self._stop(self._driving)
 
     async def turn(self) -> None:
         found = await asyncio.to_thread(self._ledger.jobs.open, (JobState.QUEUED, JobState.RUNNING))
         jobs = {each.id: each for each in found if each.method == "reinforcement"}
-        self._stop(self._driving.keys() - jobs.keys())
+        await self._stop(self._driving.keys() - jobs.keys())
         lead = partial(self._ledger.explorers.lead, self._settings.explorer_name)
         if not jobs or await asyncio.to_thread(lead) is None:
-            self._stop(self._driving)
+            await self._stop(self._driving)
             return
         for job in jobs.values():
             if (task := self._driving.get(job.id)) is None or task.done():
                 self._driving[job.id] = asyncio.create_task(self._drive(job))
 
-    def _stop(self, names: Collection[str]) -> None:
-        for name in [*names]:
-            self._driving.pop(name).cancel()
+    async def _stop(self, names: Collection[str]) -> None:
+        tasks = [self._driving.pop(name) for name in [*names]]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _drive(self, job: Job) -> None:
         def open_client(policy: int) -> httpx.AsyncClient:
@@ -367,14 +369,14 @@ class JobRun:
                 has_committed = True
             elif not states & {State.COMMITTED, State.LEASED}:
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         trained = [row for row in rows if row.trained_version is not None]
         version = max((row.trained_version or 0 for row in trained), default=None)
         while version is not None:
             found = await asyncio.to_thread(self._line.get, version)
             if found is None or found.state not in {VersionState.CANDIDATE, VersionState.CANARY}:
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         return sum(row.completion_tokens for row in trained), version
 
     async def _validate(self, file_id: str) -> float:

@@ -39,7 +39,7 @@ class VersionPin(NamedTuple):
         return no_model(f"version {self.version} is not served; these are: {versions}")
 
 
-class JobView(msgspec.Struct, frozen=True):
+class JobStatus(msgspec.Struct, frozen=True):
     """The fine-tuning job of a policy, and which versions may be asked under which names: none before it is over."""
 
     id: str
@@ -49,7 +49,7 @@ class JobView(msgspec.Struct, frozen=True):
 
 
 class JobNotOver(RequestRefused):
-    def __init__(self, policy: int, job: JobView) -> None:
+    def __init__(self, policy: int, job: JobStatus) -> None:
         reason = f"the fine-tuning job {job.id} is {job.state}"
         super().__init__(str(no_model(reason)), status=404, code="model_not_found", param="model")
         self.policy = policy
@@ -69,7 +69,7 @@ class PolicyView(msgspec.Struct, frozen=True):
     versions: dict[int, bool]
     canary: int | None = None
     share: float = 0.0
-    job: JobView | None = None
+    job: JobStatus | None = None
 
     @property
     def names(self) -> list[str]:

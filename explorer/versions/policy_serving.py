@@ -17,7 +17,7 @@ import structlog
 
 from tuneloop.explorer.background_tasks import every
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, least_busy
-from tuneloop.explorer.engines.model_routes import AdapterView, JobView, PolicyView
+from tuneloop.explorer.engines.model_routes import AdapterView, JobStatus, PolicyView
 from tuneloop.explorer.engines.vllm import EngineControl
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.evaluation import AGAIN_S, evaluate_beside
@@ -369,5 +369,5 @@ def _view_of(policy: Policy, line: Sequence[Version], trial: CanaryTrial | None,
         versions={each.version: each.is_base for each in answer},
         canary=canary and canary.version,
         share=trial.share if trial and trial.mode != "shadow" else 0.0,
-        job=None if job is None else JobView(job.job, job.name, job.state, job.versions),
+        job=None if job is None else JobStatus(job.job, job.name, job.state, job.versions),
     )

@@ -5,7 +5,7 @@ Callers share them: one that sends very much leaves the others theirs."""
 import asyncio
 import json
 import selectors
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -162,8 +162,10 @@ def places(limit: int, max_waiting: int = 100) -> Admission:
 
 
 @asynccontextmanager
-async def waiting(admission: Admission, callers: str) -> AsyncIterator[tuple[list["asyncio.Task[None]"], list[str]]]:
-    """Requests of these callers, each a letter, that wait in this order; who was let in, in which order."""
+async def waiting(
+    admission: Admission, callers: Iterable[str]
+) -> AsyncIterator[tuple[list["asyncio.Task[None]"], list[str]]]:
+    """Requests of these callers that wait in this order; who was let in, in which order."""
     came_in: list[str] = []
 
     async def come(caller: str) -> None:
@@ -193,50 +195,35 @@ async def test_who_has_the_least_in_flight_is_next() -> None:
         assert came_in == ["b", "c", "a", "b"]
 
 
-async def come(admission: Admission, caller: str, came_in: list[str]) -> None:
-    await admission.acquire(caller)
-    came_in.append(caller)
-
-
 async def test_a_tenant_has_no_more_of_the_places_for_having_more_keys() -> None:
-    admission, came_in = places(4), list[str]()
+    admission = places(4)
     for _ in range(4):
         await admission.acquire("many/1")
     callers = ["many/2", "many/3", "many/2", "many/4", "one/1", "one/1"]
-    tasks = []
-    for caller in callers:
-        tasks.append(asyncio.create_task(come(admission, caller, came_in)))
-        await asyncio.sleep(0)
-    for _ in range(4):
-        admission.release("many/1")
-        await asyncio.sleep(0)
-    assert came_in == ["one/1", "one/1", "many/2", "many/3"]
-    admission.release("one/1")
-    admission.release("one/1")
-    await asyncio.gather(*tasks)
-    for caller in callers:
-        admission.release(caller) if caller != "one/1" else None
-    assert admission.in_flight == 0
+    async with waiting(admission, callers) as (tasks, came_in):
+        for _ in range(4):
+            admission.release("many/1")
+            await asyncio.sleep(0)
+        assert came_in == ["one/1", "one/1", "many/2", "many/3"]
+        for _ in range(2):
+            admission.release("one/1")
+        await asyncio.gather(*tasks)
+        for caller in callers[:4]:
+            admission.release(caller)
+        assert admission.in_flight == 0
 
 
 async def test_the_tenant_with_the_most_waiting_gives_way_by_its_key_with_the_most() -> None:
-    admission, came_in = places(1, max_waiting=6), list[str]()
+    admission = places(1, max_waiting=6)
     await admission.acquire("x/1")
-    tasks = []
-    for caller in ("many/1", "many/1", "many/2", "many/3", "one/1", "one/1"):
-        tasks.append(asyncio.create_task(come(admission, caller, came_in)))
+    callers = ("many/1", "many/1", "many/2", "many/3", "one/1", "one/1")
+    async with waiting(admission, callers) as (tasks, _), waiting(admission, ["one/2"]):
         await asyncio.sleep(0)
-    late = asyncio.create_task(come(admission, "one/2", came_in))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert [task.done() for task in tasks] == [False, True, False, False, False, False]
-    with pytest.raises(RequestRefused, match="requests are in flight"):
-        tasks[1].result()
-    with pytest.raises(RequestRefused):
-        await admission.acquire("many/1")
-    for task in (*tasks, late):
-        task.cancel()
-    await asyncio.gather(*tasks, late, return_exceptions=True)
+        assert [task.done() for task in tasks] == [False, True, False, False, False, False]
+        with pytest.raises(RequestRefused, match="requests are in flight"):
+            tasks[1].result()
+        with pytest.raises(RequestRefused):
+            await admission.acquire("many/1")
 
 
 async def test_who_fills_the_queue_gives_way_to_others() -> None:

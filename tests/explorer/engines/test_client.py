@@ -9,8 +9,7 @@ import subprocess
 from asyncio import StreamReader, StreamWriter
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, cast
@@ -73,7 +72,7 @@ class RawEngine:
         try:
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+                length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
                 self.received.append(head + await reader.readexactly(length))
                 answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
                 if isinstance(answer, bytes):
@@ -133,6 +132,10 @@ def closing(data: bytes) -> Answer:
         writer.close()
 
     return answer
+
+
+async def silent(writer: StreamWriter) -> None:
+    """Say nothing."""
 
 
 async def resetting(writer: StreamWriter) -> None:
@@ -288,9 +291,6 @@ async def test_tls_is_spoken_and_a_certificate_that_nobody_trusts_is_refused(
 
 @on_uvloop
 async def test_who_is_cancelled_before_the_reply_closes_the_connection() -> None:
-    async def silent(writer: StreamWriter) -> None:
-        pass
-
     async with asking(silent) as (http, engine):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.1):
@@ -322,79 +322,44 @@ async def test_what_nobody_reads_is_not_heaped_up() -> None:
 # The session of an engine's weight routes: where it goes, how long it waits, and what comes of what goes wrong.
 
 
-@dataclass
-class Listening:
-    """Takes any request: its head and body, and on which connection it came.
-
-    `silent`: it never answers; `ends`: a connection ends with its answer.
-    """
-
-    answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
-    silent: bool = False
-    ends: bool = False
-    received: list[tuple[bytes, bytes]] = field(default_factory=list)
-    connections: int = 0
-    tasks: set["asyncio.Task[None] | None"] = field(default_factory=set)
-
-    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        self.tasks.add(asyncio.current_task())
-        with contextlib.closing(writer.transport), contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while not writer.is_closing():
-                head = await reader.readuntil(b"\r\n\r\n")
-                reply = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-                body = await reader.readexactly(int(reply[0].split(b":")[1]) if reply else 0)
-                self.received.append((head, body))
-                if self.silent:
-                    await reader.read()
-                writer.write(self.answer)
-                if self.ends:
-                    writer.close()
-
-
 @asynccontextmanager
-async def controlling(
-    folder: Path, listening: Listening, *, key: str | None = None, by_url: str | None = None
-) -> AsyncIterator[EngineControl]:
-    """The control of what listens on a socket of the file system, or at `by_url` followed by a port."""
-    path = str(folder / "socket")
-    if by_url is None:
-        server = await asyncio.start_unix_server(listening, path)
-    else:
-        server = await asyncio.start_server(listening, "127.0.0.1", 0)
-    url = f"{by_url}:{server.sockets[0].getsockname()[1]}" if by_url else None
-    async with server, open_session(url=url, socket=None if by_url else path, key=key) as session:
-        yield EngineControl(session, model_name="m")
-        await session.aclose()
-        await asyncio.gather(*filter(None, listening.tasks))
+async def controlling(folder: Path, engine: RawEngine, *, by_url: bool = False) -> AsyncIterator[EngineControl]:
+    """The control of an engine at a URL, or on a socket of the file system."""
+    async with AsyncExitStack() as stack:
+        url, path = await stack.enter_async_context(served(engine)) if by_url else None, str(folder / "socket")
+        if not by_url:
+            await stack.enter_async_context(await asyncio.start_unix_server(engine, path))
+            stack.push_async_callback(engine.stop)
+        session = open_session(url=url, socket=None if by_url else path, key=None)
+        yield EngineControl(await stack.enter_async_context(session), model_name="m")
 
 
 @pytest.mark.parametrize("status", [b"200 OK", b"400 Bad Request"])
 async def test_an_engine_is_given_a_grammar_if_these_are_rebuilt(tmp_path: Path, status: bytes) -> None:
     """The library that enforces its first one enforces all."""
-    listening = Listening(answer=b"HTTP/1.1 %b\r\ncontent-length: 2\r\n\r\n{}" % status)
-    async with controlling(tmp_path, listening) as control:
+    engine = RawEngine(b"HTTP/1.1 %b\r\ncontent-length: 2\r\n\r\n{}" % status)
+    async with controlling(tmp_path, engine) as control:
         await give_first_grammar(control)
-        assert listening.received == []
+        assert engine.received == []
         control.rebuilds_grammars = True
         await give_first_grammar(control)  # one that enforces none is used all the same
-    [(_, body)] = listening.received
-    assert json.loads(body)["structured_outputs"] == {"regex": "a"}
+    [asked] = engine.received
+    assert json.loads(asked.partition(b"\r\n\r\n")[2])["structured_outputs"] == {"regex": "a"}
 
 
-@pytest.mark.parametrize("by_url", [None, "http://127.0.0.1"])
+@pytest.mark.parametrize("by_url", [False, True])
 async def test_it_asks_no_proxy_of_the_environment(
-    tmp_path: Path, by_url: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, by_url: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    async with controlling(tmp_path, Listening(), by_url=by_url) as control:
+    async with controlling(tmp_path, RawEngine(OK), by_url=by_url) as control:
         assert await control.healthy()
 
 
 async def test_an_engine_that_is_silent_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "_TIMEOUT_S", 0.1)
-    async with controlling(tmp_path, Listening(silent=True)) as control:
+    async with controlling(tmp_path, RawEngine(silent)) as control:
         assert not await control.healthy(timeout_s=0.1)
         with pytest.raises(EngineError, match=r"^/resume: TimeoutError$"):
             await control.resume()
@@ -409,13 +374,6 @@ def turn(text: str, *before: Any) -> dict[str, Any]:
 
 def next_turn(request: dict[str, Any], reply: str, text: str) -> dict[str, Any]:
     return turn(text, *request["messages"][1:], {"role": "assistant", "content": reply})
-
-
-def engines(*in_flight: int) -> list[Engine]:
-    found = [Engine(number, EngineHttp()) for number in range(len(in_flight))]
-    for engine, count in zip(found, in_flight, strict=True):
-        engine.state, engine.in_flight = EngineState.READY, count
-    return found
 
 
 @pytest.mark.parametrize("long", ["a story " * 1000, list(range(8000))])

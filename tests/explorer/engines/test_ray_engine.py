@@ -148,7 +148,7 @@ async def test_a_proof_is_good_for_one_connection(tmp_path: Path, far_end: tuple
     await _all_closed()
 
 
-# .
+# The guard of a process.
 
 
 #: A command with a grandchild; both write down who they are, and ignore what argv tells them to.

@@ -1,4 +1,4 @@
-""""""
+"""Feedback and commits over the wire: what reaches a reply, what is told of it, and what is released."""
 
 import gzip
 import hashlib

@@ -50,7 +50,7 @@ def explorer(tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPat
     adapters.write_base(settings.model.model_path)
     model = settings.model.model_copy(update={"lora": LoraSettings(rank=adapters.RANK)})
     double.says |= {"models": "7"} | {f"global_step_{number}": "7" for number in range(1, 9)}
-    for name, value in (("LOOK_S", 0.05), ("_PAUSE_S", 0.2)):
+    for name, value in (("POLL_S", 0.05), ("_PAUSE_S", 0.2)):
         monkeypatch.setattr(jobs, name, value)
     monkeypatch.setattr(LineChecks, "check", lambda *_: None)  # the tests queue their jobs themselves
     url: list[str] = []

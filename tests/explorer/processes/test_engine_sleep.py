@@ -131,30 +131,23 @@ def test_a_trainer_that_is_gone_before_it_has_the_gpu_is_not_waited_for(tmp_path
     played(tmp_path, trainer, then)
 
 
-def test_an_engine_whose_weights_are_changed_or_proven_does_not_give_way(tmp_path: Path, trainer: GpuLocks) -> None:
-    """Or it would never get those that come in each of the trainer's turns, and weights would be read that are away."""
+@pytest.mark.parametrize("why", ["weights change", "reloading", "down", "starting", "stopping"])
+def test_an_engine_that_is_needed_or_not_ready_does_not_give_way(tmp_path: Path, trainer: GpuLocks, why: str) -> None:
+    """Or it would never get the weights of the trainer's turns, and weights would be read that are away."""
 
     async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
-        control.is_busy = True
+        assert control.turns is not None
+        control.is_busy = why == "weights change"
+        engine.state = EngineState(why) if why in set(EngineState) else EngineState.READY
+        if why == "stopping":
+            control.turns.stay_awake()
         await until(trainer.wanted_by_trainer.take)
         await asyncio.sleep(0.3)
         assert not trainer.held.take()
-        control.is_busy = False
-        await until(trainer.held.take)
-
-    played(tmp_path, trainer, then)
-
-
-@pytest.mark.parametrize("state", [EngineState.RELOADING, EngineState.DOWN, EngineState.STARTING])
-def test_an_engine_that_is_not_ready_does_not_give_way(tmp_path: Path, trainer: GpuLocks, state: EngineState) -> None:
-    async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
-        engine.state = state
-        await until(trainer.wanted_by_trainer.take)
-        await asyncio.sleep(0.3)
-        assert not trainer.held.take()
-        assert engine.state is state
-        engine.state = EngineState.READY
-        await until(trainer.held.take)
+        assert control.asked == []
+        if why != "stopping":
+            control.is_busy, engine.state = False, EngineState.READY
+            await until(trainer.held.take)
 
     played(tmp_path, trainer, then)
 
@@ -169,18 +162,6 @@ def test_an_engine_that_was_started_anew_has_a_turn_first(tmp_path: Path, traine
         return time.monotonic() - began
 
     assert played(tmp_path, trainer, then) >= TURN_S - 0.1
-
-
-def test_while_the_explorer_stops_no_turn_begins(tmp_path: Path, trainer: GpuLocks) -> None:
-    async def then(engine: Engine, control: Control, metrics: Metrics) -> None:
-        assert control.turns is not None
-        control.turns.stay_awake()
-        await until(trainer.wanted_by_trainer.take)
-        await asyncio.sleep(0.3)
-        assert not trainer.held.take()
-        assert control.asked == []
-
-    played(tmp_path, trainer, then)
 
 
 def test_where_no_engine_is_the_trainer_has_the_gpu(tmp_path: Path, trainer: GpuLocks) -> None:

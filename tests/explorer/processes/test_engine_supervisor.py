@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
+from tests.explorer.processes.test_fresh_engines import end, open_engine, until
 from tests.explorer.running import HELLO, RunningExplorer, eventually, open_ledger, settings_for
 from tuneloop.explorer.engines import fleet as fleet_module
 from tuneloop.explorer.engines import vllm
@@ -58,12 +59,6 @@ class DoubleProcess:
         return True
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - the doubles live in another thread
-            await asyncio.sleep(0.01)
-
-
 async def running(
     doubles: list[EngineDouble], folder: Path, then: Callable[[Fleet, list[DoubleProcess]], Awaitable[None]]
 ) -> None:
@@ -72,34 +67,17 @@ async def running(
     ledger, verifier = open_ledger(settings), Verifier.of(settings)
     async with AsyncExitStack() as stack:
         stack.callback(ledger.close)
-        engines = []
-        for number, double in enumerate(doubles):
-            session = vllm.open_session(url=double.url, socket=None, key=None)
-            await stack.enter_async_context(session)
-            http = EngineHttp(url=double.url)
-            stack.push_async_callback(http.close)
-            engines.append(Engine(number, http, vllm.EngineControl(session, model_name=MODEL, tolerance=1e-3)))
+        engines = [await open_engine(number, double, stack) for number, double in enumerate(doubles)]
         fleet, processes = Fleet(engines, wait_timeout_s=60), [DoubleProcess(each) for each in doubles]
-        tasks = [
-            asyncio.ensure_future(
-                EngineSupervisor(
-                    engine,
-                    process,
-                    fleet=fleet,
-                    champion=partial(servable_champion, ledger, verifier),
-                    health_timeout_s=1.0,
-                ).run()
-            )
-            for engine, process in zip(engines, processes, strict=True)
-        ]
+        supervisor = partial(
+            EngineSupervisor, fleet=fleet, champion=partial(servable_champion, ledger, verifier), health_timeout_s=1.0
+        )
+        tasks = [asyncio.ensure_future(supervisor(*each).run()) for each in zip(engines, processes, strict=True)]
         try:
             await until(lambda: states(fleet) == [EngineState.READY] * 2)
             await then(fleet, processes)
         finally:
-            for task in tasks:
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+            await end(tasks)
 
 
 @pytest.mark.parametrize("how", ["hangs", "dies"])

@@ -208,30 +208,19 @@ async def test_a_fresh_engine_takes_the_place_of_the_old_one_and_no_request_wait
         assert all("/collective_rpc" not in each.posts for each in doubles)
 
 
-async def test_without_a_second_place_requests_wait_until_the_engine_is_back(
-    tmp_path: Path, double: EngineDouble
+@pytest.mark.parametrize("count", [1, 2])
+async def test_without_a_second_place_requests_wait_or_the_others_answer_until_an_engine_is_back(
+    tmp_path: Path, doubles: list[EngineDouble], count: int
 ) -> None:
-    async with serving(tmp_path, [double]) as service:
+    async with serving(tmp_path, doubles[:count], min_running_model_num=count - 1) as service:
         service.places[0].start_s = 1.0
         await service.candidate()
         async with service.under_load():
             await service.reloader.turn()
         assert service.state_of(1) is VersionState.CHAMPION
         assert set(service.outcomes) == {"version 0", "version 1"}
-        assert service.places[0].started == ["base", "global_step_1"]
-        assert service.states() == ["ready"]
-
-
-async def test_of_several_engines_the_others_answer_while_one_is_started_anew(
-    tmp_path: Path, doubles: list[EngineDouble]
-) -> None:
-    async with serving(tmp_path, doubles, min_running_model_num=1) as service:
-        await service.candidate()
-        async with service.under_load():
-            await service.reloader.turn()
-        assert service.state_of(1) is VersionState.CHAMPION
-        assert set(service.outcomes) == {"version 0", "version 1"}
-        assert [each.started for each in service.places] == [["base", "global_step_1"]] * 2
+        assert [each.started for each in service.places] == [["base", "global_step_1"]] * count
+        assert service.states() == ["ready"] * count
 
 
 @pytest.mark.parametrize("spare", [0, 1])
@@ -253,40 +242,29 @@ async def test_replies_in_flight_end_before_their_engine_is_ended(
 
 
 @pytest.mark.parametrize("why", ["no start", "wrong probe"])
-async def test_a_bad_version_costs_nothing_where_there_is_a_second_place(
-    tmp_path: Path, doubles: list[EngineDouble], why: str
+@pytest.mark.parametrize("spare", [0, 1])
+async def test_a_bad_version_costs_no_request_and_the_only_engine_one_start(
+    tmp_path: Path, doubles: list[EngineDouble], spare: int, why: str
 ) -> None:
-    async with serving(tmp_path, doubles, spare=1) as service:
-        service.places[1].dies_of.add("global_step_1" if why == "no start" else "nothing")
-        await service.candidate(probe=None if why == "no start" else WRONG)
-        async with service.under_load():
-            await service.reloader.turn()
-            await service.reloader.turn()
-        assert service.state_of(1) is VersionState.REJECTED
-        assert set(service.outcomes) == {"version 0"}
-        assert service.states() == ["ready", "spare"]
-        assert service.places[0].started == ["base"]
-        assert service.places[1].started == ["global_step_1", "base"][: 2 if why == "no start" else 1]
-        await service.candidate()
-        await service.reloader.turn()
-        assert service.states() == ["spare", "ready"]
-        assert service.state_of(2) is VersionState.CHAMPION
-
-
-@pytest.mark.parametrize("why", ["no start", "wrong probe"])
-async def test_a_bad_version_costs_the_only_engine_one_start_and_no_request(
-    tmp_path: Path, double: EngineDouble, why: str
-) -> None:
-    async with serving(tmp_path, [double]) as service:
-        if why == "no start":
-            service.places[0].dies_of.add("global_step_1")
+    async with serving(tmp_path, doubles[: 1 + spare], spare=spare) as service:
+        tried = service.places[spare]
+        tried.dies_of |= {"global_step_1"} if why == "no start" else set()
         await service.candidate(probe=None if why == "no start" else WRONG)
         async with service.under_load():
             for _ in range(3):
                 await service.reloader.turn()
         assert service.state_of(1) is VersionState.REJECTED
         assert set(service.outcomes) == {"version 0"}
-        assert service.places[0].started == ["base", "global_step_1", "base"]
+        if not spare:
+            assert tried.started == ["base", "global_step_1", "base"]
+            return
+        assert service.states() == ["ready", "spare"]
+        assert service.places[0].started == ["base"]
+        assert tried.started == ["global_step_1", "base"][: 2 if why == "no start" else 1]
+        await service.candidate()
+        await service.reloader.turn()
+        assert service.states() == ["spare", "ready"]
+        assert service.state_of(2) is VersionState.CHAMPION
 
 
 async def test_where_no_engine_runs_beside_the_old_one_versions_are_taken_up_in_its_place(

@@ -52,6 +52,20 @@ def served_once(settings: Settings) -> Ledger:
     return ledger
 
 
+def opened_while_away(folder: Path, server: postgres.PostgresServer, statement: str) -> PatientLedger:
+    """A ledger that is opened while its database is away, which is then back, changed by a statement."""
+    settings = settings_on(server.url, folder)
+    open_ledger(settings).close()
+    server.stop()
+    ledger = open_ledger(settings)
+    server.start()
+    engine = database.connect(server.url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql(statement)
+    engine.dispose()
+    return ledger
+
+
 def test_a_first_start_needs_its_database(tmp_path: Path) -> None:
     settings = settings_on("postgresql://someone:secret@127.0.0.1:9/none", tmp_path)
     with pytest.raises(EnvironmentRefused, match="start it, or correct the URL"):
@@ -123,15 +137,7 @@ def test_what_was_served_is_known_until_the_database_is_back(tmp_path: Path, ser
 def test_the_schema_is_brought_up_to_date_at_the_first_verb_that_reaches_the_database(
     tmp_path: Path, server: postgres.PostgresServer
 ) -> None:
-    settings = settings_on(server.url, tmp_path)
-    open_ledger(settings).close()
-    server.stop()
-    ledger = open_ledger(settings)
-    server.start()
-    engine = database.connect(server.url)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("DROP SCHEMA exp_buffer CASCADE")
-    engine.dispose()
+    ledger = opened_while_away(tmp_path, server, "DROP SCHEMA exp_buffer CASCADE")
     ledger.recording.record([exchange()])
     assert ledger.versions.champion().version == 0
     ledger.close()
@@ -141,15 +147,7 @@ def test_the_schema_is_brought_up_to_date_at_the_first_verb_that_reaches_the_dat
 def test_a_database_of_another_experiment_is_refused_when_it_is_back(
     tmp_path: Path, server: postgres.PostgresServer
 ) -> None:
-    settings = settings_on(server.url, tmp_path)
-    open_ledger(settings).close()
-    server.stop()
-    ledger = open_ledger(settings)
-    server.start()
-    engine = database.connect(server.url)
-    with engine.begin() as connection:
-        connection.exec_driver_sql("UPDATE exp_buffer.experiment SET name = 'other'")
-    engine.dispose()
+    ledger = opened_while_away(tmp_path, server, "UPDATE exp_buffer.experiment SET name = 'other'")
     with pytest.raises(EnvironmentRefused, match="belongs to tuneloop/other"):
         ledger.recording.record([exchange()])
     assert ledger.versions.champion().version == 0

@@ -1,4 +1,4 @@
-""""""
+"""When the outbox takes no more, and what the explorer deletes by itself."""
 
 import os
 import time

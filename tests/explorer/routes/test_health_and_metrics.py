@@ -1,4 +1,4 @@
-""""""
+"""What an explorer says of itself: health, metrics, curves, for programs and Trinity's clients."""
 
 import ast
 import importlib.util
@@ -174,7 +174,7 @@ def test_to_who_comes_from_elsewhere_health_tells_no_version(explorer: RunningEx
     assert explorer.http.get("/health/ready").json()["engines"]
 
 
-# .
+# Trinity's client.
 
 
 def test_a_client_of_trinity_reads_its_metrics_as_json(explorer: RunningExplorer) -> None:

@@ -33,13 +33,9 @@ def main(folder: Path) -> None:
         seen = filled.explorer.rows(commented)[1][0]  # the last but one: it was trained on
         paths = {
             "overview": "",
-            "exchanges": "/exchanges",
             "exchange": f"/exchanges/{seen}",
             "versions": "/versions",
-            "version": "/versions/6",
-            "compare": "/versions/compare?a=2&b=6",
             "preferences": "/preferences",
-            "trainer": "/trainer",
             "doctor": "/doctor",
         }
         with chromium_running() as browser:

@@ -27,7 +27,6 @@ from tuneloop.explorer.dialects.dialect import (
     ResponsesDialect,
     TextDialect,
 )
-from tuneloop.explorer.dialects.responses_native import NativeResponsesDialect
 from tuneloop.explorer.edge import Edge, SamplingRoute
 from tuneloop.explorer.engines.fleet import Fleet, PinParser
 from tuneloop.explorer.feedback import routes as feedback
@@ -265,8 +264,6 @@ def open_services(
         conversations.read,
         defaults=defaults,
         find_context_length=find_context_length,
-        native=NativeResponsesDialect(conversations.read, defaults=defaults),
-        runs_tools=engine_flags.has_tool_server(explorer.rollout_model.engine_args),
     )
     feedback_routes = FeedbackRoutes(
         signer=signer,

@@ -129,10 +129,6 @@ def drafts(arguments: Sequence[str]) -> bool:
     return any((rule := _rule_of(name)) is not None and rule.drafts for name, _ in _pairs(arguments))
 
 
-def has_tool_server(arguments: Sequence[str]) -> bool:
-    return any(name == "--tool-server" for name, _ in _pairs(arguments))
-
-
 def thinks(arguments: Sequence[str], parser: str | None) -> bool:
     names = {name for name, _ in _pairs(arguments)}
     return parser is not None or not names.isdisjoint(("--reasoning-parser", "--reasoning-config"))

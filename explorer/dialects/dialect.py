@@ -110,19 +110,11 @@ class Dialect(ABC):
     def normalize(self, body: Json) -> Json:
         return body
 
-    def for_body(self, body: Json) -> "Dialect":
-        """The dialect that can express a client's body: this one, or another of the same endpoint."""
-        return self
-
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
         return body
 
     def left_out(self, body: Json) -> tuple[str, ...]:
         return ()
-
-    def verbatim(self, upstream: Json, msg_id: str) -> Json | None:
-        """The exact body for the engine, where nothing may be added or removed to capture its reply; else None."""
-        return None
 
     def capture_fields(self, upstream: Mapping[str, Any]) -> Mapping[str, object]:
         return vllm.CAPTURE
@@ -254,8 +246,7 @@ class ResponsesDialect(Dialect):
     """OpenAI's responses.
 
     `read_conversation` reads the chat messages up to a tenant's response. A response shows the service's `defaults`
-    for fields that the client leaves out, and the engine's context length, which `find_context_length` reads. `native`
-    is the dialect of requests that a chat completion cannot express, `runs_tools` whether engines have a tool server.
+    for fields that the client leaves out, and the engine's context length, which `find_context_length` reads.
     """
 
     path, prefix = RESPONSES, "resp_"
@@ -266,14 +257,11 @@ class ResponsesDialect(Dialect):
         *,
         defaults: Mapping[str, object],
         find_context_length: Callable[[], Awaitable[int | None]],
-        native: Dialect,
-        runs_tools: bool = False,
     ) -> None:
         self._read_conversation = read_conversation
         self._defaults = defaults
         self._find_context_length = find_context_length
         self._context_length: int | None = None
-        self._native, self._runs_tools = native, runs_tools
 
     def normalize(self, body: Json) -> Json:
         normal = responses_request.normalize(body)
@@ -281,10 +269,6 @@ class ResponsesDialect(Dialect):
             message = "responses in the background are not served: send the request without `background`"
             raise RequestRefused(message, code="invalid_value", param="background")
         return normal
-
-    def for_body(self, body: Json) -> Dialect:
-        reason = responses_request.untranslatable_reason(body, runs_tools=self._runs_tools)
-        return self if reason is None else self._native
 
     async def to_upstream(self, body: Json, caller: Caller) -> Json:
         await self._ensure_context()

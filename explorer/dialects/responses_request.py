@@ -1,7 +1,7 @@
 """Translates a request for OpenAI's `/v1/responses` into a chat completion, whose reply carries token ids.
 
-The prompt is the one that vLLM's own route makes of the request. What cannot be translated is named by
-`untranslatable_reason`; what is invalid is refused as vLLM refuses it.
+The prompt is the one that vLLM's own route makes of the request. What cannot be translated is refused, and what is
+invalid as vLLM refuses it.
 
 A chat completion has functions only. A `custom` tool becomes a function of one string, and the functions of a
 `namespace` get its name before theirs, as in vLLM. Other tools run at the provider: no model here can call them.
@@ -74,19 +74,6 @@ def normalize(body: Json) -> Json:
     changed = {name: coerce_int(body[name], name) for name in _INT_FIELDS if body.get(name) is not None}
     changed |= {name: coerce_bool(body[name], name) for name in _BOOL_FIELDS if body.get(name) is not None}
     return body | changed
-
-
-def untranslatable_reason(body: Json, *, runs_tools: bool = False) -> str | None:
-    """Why the request cannot be a chat completion, if not. `runs_tools`: the engine has a tool server."""
-    for param in ("enable_response_messages", "previous_input_messages"):
-        if body.get(param):
-            return param
-    if runs_tools and (hosted := hosted_tools(body)):
-        return hosted[0]
-    choice = body.get("tool_choice")
-    if isinstance(choice, dict) and choice.get("type") not in _NAMING:
-        return f"tool_choice: {choice.get('type')}"
-    return None
 
 
 class NamedTool(NamedTuple):
@@ -182,18 +169,19 @@ def _check(body: Json) -> None:
         _one_of(included, _INCLUDABLE, "include")
     if (most := body.get("max_output_tokens")) is not None and most < 1:
         raise RequestRefused("max_output_tokens must be at least 1", code="out_of_range", param="max_output_tokens")
-    refuse_unsupported(body)
-
-
-def refuse_unsupported(body: Json) -> None:
-    """Raise RequestRefused for what engines would leave out, and answer as if it had not been there."""
     for param, why in (
         ("prompt", "prompt templates are not supported"),
         ("conversation", "no conversations are kept: send previous_response_id, or all turns as input"),
         ("context_management", "context_management is not supported: leave out of input what is to be left out"),
+        ("enable_response_messages", "messages as tokens are not returned: ask /v1/chat/completions for token ids"),
+        ("previous_input_messages", "send previous_response_id, or all turns as input"),
     ):
-        if body.get(param) not in (None, []):
+        if body.get(param) not in (None, False, []):
             raise RequestRefused(why, code="unsupported", param=param)
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") not in _NAMING:
+        why = f"tool_choice: no engine runs tools of the type {str(choice.get('type'))[:100]!r}: {', '.join(_NAMING)}"
+        raise RequestRefused(why, code="unsupported", param="tool_choice")
 
 
 def _messages(items: Any) -> list[Json]:

@@ -274,7 +274,6 @@ class RequestParser:
         flag_of(body, "return_token_ids")
         check_template(body)
         refuse_misplaced(body)
-        dialect = dialect.for_body(body)
         upstream, merged_turns = await self._system_turns.merge(await dialect.to_upstream(body, caller))
         upstream, unreadable = dialects.with_readable_calls(upstream)
         upstream, clamped = await self._clamp(body, upstream)
@@ -373,11 +372,6 @@ class RequestParser:
         salt, own = dict[str, object](), upstream.get(_SALT)
         if caller.name and isinstance(own, str | None) and own != "":
             salt = {_SALT: caller.tenant if own is None else f"{caller.tenant}:{own}"}
-        wanted = upstream
-        if ignored or salt:
-            wanted = {name: value for name, value in upstream.items() if name not in ignored} | salt
-        if (verbatim := dialect.verbatim(wanted, msg_id)) is not None:
-            return _ForEngine(orjson.dumps(verbatim), partial(orjson.dumps, verbatim), (), ignored, captured=True)
         # Engines of others may have no plug-in, and would tell much for a reply that is marked all the same.
         captured = self.capture.asks(msg_id, upstream, truncated=truncated and self._own_engines)
         added = self._added_fields(dialect, upstream, captured=captured) | salt

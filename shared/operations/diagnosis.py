@@ -42,7 +42,7 @@ MARK_CURES = dict.fromkeys(
     " (the engine did not tell what was left: load tuneloop's plug-in into it, TUNELOOP_ENGINE_PACKS=1, and send no"
     " other parameter that changes samples, nor `logprobs`)",
 ) | {
-    "no_token_ids": " (the engine answered itself, or told no token ids)",
+    "no_token_ids": " (the engine told no token ids)",
     "side_request": " (titles, summaries and the like in a run, which its reward does not reach)",
     "sampling:thinking_token_budget": " (the engine ended the reasoning: let the client set a larger budget, or none)",
     "store_false": " (by the request's own word; `tenants.NAME.store: always` keeps them)",

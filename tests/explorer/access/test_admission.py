@@ -18,7 +18,6 @@ from tests.doubles.engine import EngineDouble
 from tests.explorer.access.test_keys import CHAT, MakeKey, code, make_key, secret_of
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.explorer.wire import Wire, http_request
-from tuneloop.explorer.dialects.responses_native import NativeResponseTranscript
 from tuneloop.explorer.limits import Admission, BodyLimits, KeyMeter, KeyUsage, RequestMeter
 from tuneloop.explorer.transcript import ChatTranscript, RequestedFields, TextTranscript, Transcript
 from tuneloop.shared.errors import RequestRefused
@@ -296,12 +295,8 @@ def test_a_count_that_cannot_be_read_leaves_that_of_the_ids(usage: object) -> No
             {"id": "cmpl-x", "choices": [text_choice(0, None, None)], "usage": USAGE},
         ),
         fed(ChatTranscript("chatcmpl-x", RequestedFields()), {"id": "chatcmpl-x", "choices": [], "usage": USAGE}),
-        fed(
-            NativeResponseTranscript("resp_x", {}),
-            {"id": "resp_x", "status": "completed", "output": [], "usage": {"total_tokens": 500}},
-        ),
     ],
-    ids=["text", "chat", "response"],
+    ids=["text", "chat"],
 )
 def test_what_the_engine_counts_is_counted_where_it_tells_no_ids(heard: Transcript) -> None:
     meter, usage = meter_of(10)

@@ -17,7 +17,6 @@ from tuneloop.explorer.dialects.responses_request import (
     left_out,
     normalize,
     to_chat,
-    untranslatable_reason,
 )
 from tuneloop.explorer.proxy.request import Labels, labels_of
 from tuneloop.shared.errors import RequestRefused
@@ -89,31 +88,6 @@ def streamed(*chunks: Json, body: Json | None = None, context: int | None = None
     for event in answer:
         EVENT.validate_python(event)
     return answer
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"input": "Hi."}, None),
-        (RICH, None),
-        ({"background": False}, None),
-        ({"enable_response_messages": True}, "enable_response_messages"),
-        ({"tools": [ADD, {"type": "web_search"}]}, None),
-        ({"tools": [{"type": "custom", "name": "c"}]}, None),
-        ({"tools": "wrong anyway"}, None),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, None),
-        ({"tool_choice": {"type": "mcp"}}, "tool_choice: mcp"),
-        ({"input": [None, {"type": []}]}, None),
-    ],
-)
-def test_what_is_no_chat_completion_is_named(fields: Json, why: str | None):
-    assert untranslatable_reason(fields) == why
-
-
-def test_tools_of_the_provider_are_the_engines_where_it_has_a_server_of_tools():
-    body = {"tools": [ADD, {"type": "code_interpreter"}]}
-    assert untranslatable_reason(body, runs_tools=True) == "code_interpreter"
-    assert untranslatable_reason({"tools": [ADD]}, runs_tools=True) is None
 
 
 def test_a_request_becomes_a_chat_completion():
@@ -308,7 +282,6 @@ def test_a_wrong_value_is_refused_and_breaks_nothing(place: tuple[Any, ...], val
     for key in place[:-1]:
         holder = holder[key]
     holder[place[-1]] = value
-    untranslatable_reason(body)
     refusal = None
     try:
         body = normalize(body)
@@ -328,6 +301,7 @@ def test_a_wrong_value_is_refused_and_breaks_nothing(place: tuple[Any, ...], val
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": "Hi.", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "Hi.", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "Hi.", "tool_choice": {"type": "mcp"}}, "tool_choice"),
     ],
 )
 def test_a_refusal_names_the_field(refused: Json, param: str):

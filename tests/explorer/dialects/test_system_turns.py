@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.engine import CHAT, EngineDouble, EnginePlace
-from tests.doubles.responding import RespondingDouble
-from tests.explorer.conftest import Run
+from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer.running import RunningExplorer
 
 pytestmark = pytest.mark.contract
@@ -202,23 +200,6 @@ def test_instructions_of_a_response_are_in_the_prompt(
     ]
     assert "be kind" in answer.text  # the response repeats the client's own instructions
     assert "be brief" not in answer.text
-
-
-@pytest.mark.parametrize("template", LOSING.values(), ids=LOSING)
-@pytest.mark.parametrize("instructions", ["be kind", None])
-def test_instructions_of_a_response_that_the_engine_answers_itself_are_in_the_prompt(
-    running_explorer: Run, places: list[EnginePlace], template: str, instructions: str | None
-) -> None:
-    engine = RespondingDouble(url=places[0].url, began_at=places[0].fresh().began_at, template=template)
-    places[0].double = engine
-    explorer = running_explorer(engine)
-    body = RESPONSE | {"enable_response_messages": True, "stream": False, "instructions": instructions}
-    answer = explorer.http.post("/v1/responses", json=body)
-    assert (answer.status_code, answer.headers[MERGED]) == (200, "1")
-    assert answer.json()["instructions"] == instructions
-    [request] = engine.native_requests
-    merged = "be kind\n\nbe brief" if instructions else "be brief"
-    assert ("instructions" in request, request["input"]) == (False, [turn("system", merged), RESPONSE["input"][1]])
 
 
 @pytest.mark.parametrize("messages", [5, None, [5], [turn("system", 5)], [turn("system", "be"), turn("developer", 5)]])

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.doubles.engine import MODEL, EngineDouble, EnginePlace
-from tests.doubles.responding import RespondingDouble
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
 from tuneloop.shared.ledger.explorers import NOT_STORED
 from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
@@ -203,15 +202,3 @@ def test_a_budget_of_reasoning_marks_a_reply_that_may_have_reached_it(
     [experience] = agents.exchanges()[-1].experiences
     assert len(experience.completion_ids) // 4 >= tokens
     assert experience.unsampled == ("sampling:thinking_token_budget" if marked else None)
-
-
-def test_the_engine_answers_itself_where_it_has_a_server_of_tools(places: list[EnginePlace], tmp_path: Path) -> None:
-    engine = RespondingDouble(url=places[0].url, began_at=places[0].fresh().began_at)
-    places[0].double = engine
-    settings = settings_for(tmp_path, [engine.url])
-    rollout = settings.explorer.rollout_model.model_copy(update={"engine_args": ("--tool-server", "demo")})
-    explorer_settings = settings.explorer.model_copy(update={"rollout_model": rollout})
-    with explorer_running(settings.model_copy(update={"explorer": explorer_settings})) as explorer:
-        body = BODIES[RESPONSES] | {"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}
-        assert explorer.http.post(RESPONSES, json=body).status_code == 200
-        assert [each["tools"] for each in engine.native_requests] == [body["tools"]]

@@ -1,6 +1,5 @@
-"""Responses that vLLM's own route answers, and those asked for again, through two workers next to vLLM itself."""
+"""Tools of responses, and responses asked for again, through two workers next to vLLM itself."""
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import yaml
 
 from tests.loop.harness.bare_engine import MODEL, attached_to
 from tests.loop.harness.services import Service, ledger_of, running, wait_for, write_settings
-from tests.loop.on_vllm.likeness import NATS, Json, assert_alike, is_old, masked, nearly
+from tests.loop.on_vllm.likeness import Json, assert_alike, is_old, masked, nearly
 from tuneloop.shared.ledger.ledger import Ledger
 
 pytestmark = pytest.mark.vllm
@@ -69,7 +68,6 @@ def common(explorer: Service) -> Json:
 #: What Claude Code looks for.
 _MOST = r"max_tokens: 32000 > 4096, which is the maximum allowed number of output tokens for this model"
 
-NATIVE: Json = {"enable_response_messages": True}
 TRANSLATED: dict[str, Json] = {
     "a custom tool": {"tools": [CUSTOM]},
     "a custom tool among others": {"tools": [CUSTOM, FUNCTION], "parallel_tool_calls": False},
@@ -77,46 +75,6 @@ TRANSLATED: dict[str, Json] = {
     "a search that nobody runs": {"tools": [FUNCTION, {"type": "web_search_preview"}]},
     "a chosen custom tool": {"tools": [CUSTOM, FUNCTION], "tool_choice": {"type": "custom", "name": "shell"}},
 }
-
-PASSED: dict[str, Json] = {
-    "messages as tokens": NATIVE,
-    "previous messages": {"previous_input_messages": [{"role": "user", "content": "x"}]},
-    "labels": {
-        **NATIVE,
-        "metadata": {"task_id": "t"},
-        "user": "u",
-        "store": False,
-        "instructions": "Be kind.",
-    },
-    "logprobs": {**NATIVE, "include": ["message.output_text.logprobs"], "top_logprobs": 2},
-    "an unknown choice": {"tools": [FUNCTION], "tool_choice": {"type": "unknown"}},
-    "nobody's previous": {**NATIVE, "previous_response_id": "resp_x"},
-    "two previous": {"previous_input_messages": [{}], "previous_response_id": "resp_x"},
-    "an unknown model": {**NATIVE, "model": "unknown"},
-    "too long": {**NATIVE, "input": "a" * 5000},
-}
-
-
-@pytest.mark.parametrize("more", PASSED.values(), ids=PASSED)
-def test_what_is_no_chat_completion_is_answered_as_by_vllm(
-    engine: httpx.Client, ours: httpx.Client, common: Json, more: Json
-) -> None:
-    theirs, told = (each.post(RESPONSES, json={**common, **more}) for each in (engine, ours))
-    assert told.status_code == theirs.status_code, told.text
-    if theirs.status_code == 200:
-        assert _comparable(told.json()) == nearly(_comparable(theirs.json()))
-    else:
-        assert set(told.json()["error"]) == {"message", "type", "param", "code"}
-    streams = [each.post(RESPONSES, json={**common, **more, "stream": True}) for each in (engine, ours)]
-    assert streams[1].status_code == streams[0].status_code, streams[1].text
-    if streams[0].status_code == 200:
-        expected, found = (_joined(each.text) for each in streams)
-        assert _without_logprobs(found) == _without_logprobs(expected)
-        # vLLM loses those of a token whose bytes come in another event than the rest of their character.
-        whole = _logprobs_of(told.json()["output"])
-        part = _logprobs_of([event for event in found if "delta" in event])
-        assert bool(part) == bool(whole)
-        assert _is_part(part, whole)
 
 
 def test_a_response_is_told_again_as_by_vllm(
@@ -139,19 +97,6 @@ def test_a_response_is_told_again_as_by_vllm(
         reply = client.get(f"{RESPONSES}/resp_x")
         assert reply.status_code == 404
         assert reply.json()["error"]["message"] == "Response with id 'resp_x' not found."
-
-
-def test_conversations_go_on_across_both_ways(engine: httpx.Client, ours: httpx.Client, common: Json) -> None:
-    """The prompts have the same tokens as vLLM's, whichever of the two answered what went before."""
-    ways: list[Json] = [NATIVE, {}]
-    for first, second in itertools.product(ways, ways):
-        told = []
-        for client in (engine, ours):
-            name = client.post(RESPONSES, json={**common, **first, "instructions": "Be kind."}).json()["id"]
-            body = {**common, **second, "input": "And?", "previous_response_id": name}
-            told.append(client.post(RESPONSES, json=body).json())
-        assert told[1]["usage"]["input_tokens"] == told[0]["usage"]["input_tokens"], (first, second)
-        assert _comparable(told[1]["output"]) == _comparable(told[0]["output"])
 
 
 @pytest.mark.parametrize("more", TRANSLATED.values(), ids=TRANSLATED)
@@ -200,39 +145,6 @@ def test_custom_calls_are_heard_as_by_vllm(engine: httpx.Client, ours: httpx.Cli
 
 def _events(text: str) -> list[Json]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
-
-
-def _joined(text: str) -> list[Json]:
-    """The events, with neighbouring deltas as one: how many tokens come at once is up to the engine's scheduler."""
-    joined: list[Json] = []
-    for event in _comparable(_events(text)):
-        del event["sequence_number"]
-        if joined and "delta" in event and joined[-1]["type"] == event["type"]:
-            joined[-1] |= {key: joined[-1][key] + event[key] for key in ("delta", "logprobs") if key in event}
-        else:
-            joined.append(event)
-    return joined
-
-
-def _without_logprobs(told: Any) -> Any:
-    if isinstance(told, dict):
-        return {key: _without_logprobs(value) for key, value in told.items() if key != "logprobs"}
-    return [_without_logprobs(each) for each in told] if isinstance(told, list) else told
-
-
-def _logprobs_of(told: Any) -> list[float]:
-    """Those of the tokens, in their order, without those of others in their place."""
-    if isinstance(told, list):
-        return [each for one in told for each in _logprobs_of(one)]
-    if not isinstance(told, dict):
-        return []
-    own = [each["logprob"] for each in told.get("logprobs") or ()]
-    return own + [each for key, value in told.items() if key != "logprobs" for each in _logprobs_of(value)]
-
-
-def _is_part(part: list[float], whole: list[float]) -> bool:
-    left = iter(whole)
-    return all(any(abs(each - one) <= NATS for one in left) for each in part)
 
 
 def _comparable(told: Any) -> Any:

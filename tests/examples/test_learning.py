@@ -61,8 +61,3 @@ def test_settings_of_a_run_are_the_methods_own_and_the_changes(base: Path) -> No
         wanted = Wanted(place="ours", method=method, changes=("optimizer.lr=1e-6",))
         settings = ours.settings_of(wanted, TASKS["sums"], base)
         assert (settings.algorithm.algorithm_type, settings.algorithm.optimizer.lr) == (method, 1e-6)
-
-
-def line(kind: str, seed: int, after: float) -> dict[str, object]:
-    curve = [[at, after * at / 4096] for at in range(64, 4097, 64)]
-    return {"name": f"{kind}-{seed}", "kind": kind, "seed": seed, "before": 0.3, "after": after, "curve": curve}

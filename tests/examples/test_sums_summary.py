@@ -6,8 +6,6 @@ from pathlib import Path
 from examples.sums.folder import Folder
 from examples.sums.summary import Summary
 
-ROOT = Path(__file__).parents[2]
-
 
 def summary(**changes: object) -> Summary:
     values: dict[str, object] = {

@@ -1,16 +1,13 @@
 """The methods' settings: every one is accepted by tuneloop, for every task."""
 
 import argparse
-import random
 from pathlib import Path
 
 import pytest
 
 from examples.sums.folder import Folder
 from examples.tasks.__main__ import changes
-from examples.tasks.dialogue import Verdict
 from examples.tasks.methods import METHODS
-from examples.tasks.rating import Rater
 from examples.tasks.start import TASKS
 from tuneloop.shared.settings.settings import Settings
 
@@ -40,8 +37,3 @@ def test_a_step_compares_as_many_groups_on_every_task(tmp_path: Path, task: str,
     buffer = settings_of(tmp_path, task, "multi_step_grpo").buffer
     assert buffer.train_batch_size / (calls * buffer.group_size) == 8
     assert settings_of(tmp_path, task, "reinforce").buffer.train_batch_size == 64
-
-
-def rewards(rater: Rater, reward: float, count: int = 2000) -> list[float]:
-    chance = random.Random(0)
-    return [rater.reward(Verdict(reward, reward == 1.0), chance) for _ in range(count)]

@@ -153,24 +153,6 @@ def test_a_verdict_is_found_among_words(judge: Judge, double: JudgeDouble, said:
         f"The reply says {FIVES}. My own verdict: " + '{"scores": {"relevance": 1, ',
         '{"reason": "It says ' + FIVES + '", "scores": {"relevance": 1, "accuracy": 1, "completeness": 1}}',
         '{"reason": "It says ' + FIVES,
-    ],
-)
-def test_a_verdict_that_the_judge_only_quotes_is_not_its_own(judge: Judge, double: JudgeDouble, said: str) -> None:
-    double.says = [said]
-    with pytest.raises(JudgeFailed):
-        judge.score(REPLY)
-
-
-FIVES = json.dumps(verdict(5))
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        f"The reply says {FIVES}. My own verdict: {json.dumps(verdict(1))}",
-        f"The reply says {FIVES}. My own verdict: " + '{"scores": {"relevance": 1, ',
-        '{"reason": "It says ' + FIVES + '", "scores": {"relevance": 1, "accuracy": 1, "completeness": 1}}',
-        '{"reason": "It says ' + FIVES,
         f"hm {FIVES}</think>I cannot say.",
         f"hm</think>{FIVES}</think>{FIVES}",
     ],

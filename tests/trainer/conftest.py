@@ -16,6 +16,7 @@ from tests.constants import settings_of
 from tests.databases import put_file
 from tests.doubles.teacher import TeacherDouble, teaching
 from tests.doubles.warm.process import TRAINING, WarmProcess
+from tests.trainer.fine_tuning import LORA
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.settings import Settings
@@ -95,6 +96,12 @@ def settings(base: Path, tmp_path: Path) -> Callable[..., Settings]:
         return settings_of({"mode": "train", "checkpoint_root_dir": tmp_path} | tree)
 
     return make
+
+
+@pytest.fixture
+def adapted(settings: Callable[..., Settings], base: Path) -> Callable[..., Settings]:
+    """Makes settings of an adapter."""
+    return lambda **but: settings(**{"model": {"model_path": base, "lora": LORA}} | but)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from tuneloop.shared.experience import Exchange, Experience, Feedback, Sample, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import Ledger
+from tuneloop.shared.settings.settings import Settings
 
 
 def sample(number: int = 0, **but: object) -> Sample:
@@ -88,6 +90,20 @@ def eventually(holds: Callable[[], object], within_s: float = 60.0) -> None:
         waited = time.monotonic() - began
         assert waited < within_s, "it never came true"
         time.sleep(min(max(waited / 10, 0.01), 0.2))
+
+
+def run_until(chosen: Settings, condition: Callable[[], object], within_s: float = 60.0) -> None:
+    """Run a trainer until the condition holds, then ask it to stop."""
+    from tuneloop.trainer.loop import run
+
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        trainer = threads.submit(run, chosen, stop)
+        try:
+            eventually(lambda: trainer.done() or condition(), within_s)
+        finally:
+            stop.set()
+        trainer.result(30)
 
 
 class Waited(threading.Event):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from types import ModuleType
 
-import pytest
 import torch
 
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
@@ -27,18 +26,3 @@ def agrees_with_others(golden, loss, algorithm, targets) -> None:
     value.backward()
     golden.agrees(value)
     golden.agrees(logprobs.grad, "grad")
-
-
-def is_the_sum_of_its_micro_batches(inputs, loss, algorithm, targets, cut) -> None:
-    """Cut into micro-batches of those rows nothing changes, but a mean of each one's mean would."""
-    whole = loss(algorithm, targets, inputs["logprobs"])
-    parts, naive = [], 0.0
-    for rows in cut:
-        index = torch.tensor(rows)
-        some = targets.rows(index, inputs["mask"][index])
-        parts.append(loss(algorithm, some, inputs["logprobs"][index], targets.totals))
-        naive += float(loss(algorithm, some, inputs["logprobs"][index]).value.detach()) / len(cut)
-    assert sum(float(part.value) for part in parts) == pytest.approx(float(whole.value), abs=1e-12)
-    assert naive != pytest.approx(float(whole.value), abs=1e-4)
-    for name, value in whole.metrics.items():
-        assert sum(float(part.metrics[name]) for part in parts) == pytest.approx(float(value), abs=1e-12)

@@ -4,20 +4,11 @@ from threading import Event
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from tests.trainer.factories import commit, points, sample
-from tuneloop.shared.experience import REDACTED, Feedback, Kind, State
+from tuneloop.shared.experience import Feedback, Kind, State
 from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.trainer.loop import run
-
-
-def _redacted(number, **but):
-    """A sample whose prompt and reply have a redacted token each."""
-    whole = sample(number, completion_ids=np.arange(4, dtype=np.int32), logprobs=np.full(4, -1, np.float32))
-    prompt, reply, logprobs = whole.prompt_ids.copy(), whole.completion_ids.copy(), whole.logprobs.copy()
-    prompt[0], reply[1], logprobs[1] = REDACTED, REDACTED, 0
-    return replace(whole, prompt_ids=prompt, completion_ids=reply, logprobs=logprobs, unsampled="redacted", **but)
 
 
 def _algorithm(kind, **but):
@@ -111,20 +102,3 @@ def test_the_two_replies_of_a_preference_become_a_pair(settings, ledger):
     )
     run(chosen, Event())
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4}
-
-
-def test_a_policy_gradient_leaves_replies_with_redacted_tokens_aside(settings, ledger):
-    commit(ledger, [_redacted(0), *(sample(i) for i in range(1, 5))])
-    run(settings(trainer={"total_steps": 1}), Event())
-    counts = ledger.reports.counts()
-    assert (counts[State.TRAINED], counts[State.DROPPED]) == (4, 1)
-    assert _reasons(ledger) == {"redacted": 1}
-
-
-def test_what_is_not_good_enough_is_dropped_and_another_takes_its_place(settings, ledger):
-    commit(ledger, [sample(i, reward=float(i % 2)) for i in range(10)])
-    run(settings(algorithm=_algorithm("raft"), trainer={"total_steps": 1}), Event())
-    counts = ledger.reports.counts()
-    assert (counts[State.TRAINED], counts[State.DROPPED]) == (4, 4)
-    assert _reasons(ledger) == {"not imitated: its reward is below 0.5": 4}
-    assert ledger.reports.imbalance() == []

@@ -14,7 +14,7 @@ import yaml
 
 from tests.doubles.warm.process import TRAINING, WarmProcess
 from tests.trainer.factories import Waited, commit, sample
-from tests.trainer.fine_tuning import LORA, conversation, create_job, lines_of_rows, preference
+from tests.trainer.fine_tuning import conversation, create_job, lines_of_rows, preference
 from tuneloop.shared.errors import NotFinite
 from tuneloop.shared.experience import JobState, PolicyState, State
 from tuneloop.shared.ledger.files import FILES
@@ -25,16 +25,6 @@ from tuneloop.trainer import file_jobs
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 from tuneloop.trainer.loop import TrainingLoop, run
 from tuneloop.trainer.micro_batch import MicroBatch
-
-
-@pytest.fixture
-def adapted(settings, base):
-    """Makes settings of an adapter, whose default policy makes one step so that a trainer ends."""
-
-    def make(**but):
-        return settings(**{"model": {"model_path": base, "lora": LORA}} | but)
-
-    return make
 
 
 @pytest.fixture
@@ -95,16 +85,6 @@ def test_a_pair_is_learnt_together_and_loses_are_told_on_the_validation_file(ada
     assert held[0][1] == pytest.approx(np.log(2), abs=1e-5)
     assert held[-1][1] < held[0][1] - 0.01
     assert len(rows) == 36  # of the validation file there are none
-
-
-def test_the_loss_of_what_is_learnt_falls_on_the_validation_file_too(adapted, ledger, train):
-    chosen = adapted(trainer={"micro_batch_tokens": 64})
-    lines = [conversation(n, answer="Yes.") for n in range(8)]
-    job = create_job(chosen, ledger, lines[:6], validation=lines[6:], n_epochs=4, batch_size=2)
-    train(chosen)
-    held = [each["full_valid_loss"] for each in _metrics(ledger, job) if "full_valid_loss" in each]
-    assert len(held) == 5
-    assert held[-1] < held[0] - 0.1
 
 
 def test_each_answer_of_a_conversation_is_learnt_behind_what_came_before_it(adapted, ledger, train):
@@ -220,16 +200,6 @@ def test_what_is_cancelled_stops_at_once_and_keeps_its_versions(adapted, ledger,
     assert versions == [3, 5]
     assert all(each.path.exists() for each in ledger.versions.of(job.policy).now().versions)
     assert sum(version is not None for _, _, version in lines_of_rows(ledger)) == 20
-
-
-def test_a_cancelled_job_takes_no_more_rows(adapted, ledger, train):
-    chosen = adapted()
-    job = create_job(chosen, ledger, [conversation(n) for n in range(12)])
-    ledger.jobs.change(job.id, JobState.CANCELLED, "Cancelled")
-    other = create_job(chosen, ledger, [conversation(n) for n in range(4)], name="file-2")
-    train(chosen)
-    assert ledger.jobs.get(other.id).state is JobState.SUCCEEDED
-    assert {name.split(":")[1] for name, _, _ in lines_of_rows(ledger)} == {other.id}
 
 
 def test_all_versions_of_a_job_are_kept_until_its_policy_is_deleted(adapted, ledger, train):

@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from tests.factories import committed
 from tests.trainer.factories import commit, eventually, sample
-from tuneloop.shared.errors import LedgerUnavailable, StaleEpoch
+from tuneloop.shared.errors import StaleEpoch
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import epochs, experiences
@@ -31,19 +31,6 @@ class Busy(Training):
         self.happens()
         eventually(self.done)
         return rows
-
-
-class Deaf(Training):
-    """Does not hear the first beats."""
-
-    deaf_to = 3
-    asked = 0
-
-    def extend(self, epoch):
-        self.asked += 1
-        if self.asked <= self.deaf_to:
-            raise LedgerUnavailable("away")
-        super().extend(epoch)
 
 
 def seen(ledger, epoch=1):
@@ -85,17 +72,6 @@ def test_a_trainer_that_was_overtaken_while_busy_is_told_to_stop(settings, ledge
     with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
         TrainingLoop(settings(), ledger, stop, beat_s=0.01).run()
     assert seen(ledger, 2).ended_at is None
-
-
-def test_a_database_that_is_away_is_no_reason_to_stop(ledger):
-    deaf, stop = Deaf(ledger.transactions, ledger.rewards), Event()
-    epoch = deaf.take_epoch("trainer")
-    began = seen(ledger).seen_at
-    ledger.training = deaf
-    with Heartbeat(ledger, epoch, stop, interval_s=0.01) as beating:
-        eventually(lambda: seen(ledger).seen_at > began)
-    assert not stop.is_set()
-    assert beating.overtaken is None
 
 
 def test_work_that_stands_still_is_an_alarm_until_it_moves_and_a_wait_is_none(settings, ledger, monkeypatch):

@@ -50,34 +50,6 @@ def test_loss_and_gradients_do_not_depend_on_the_micro_batches(settings):
         assert same_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
-def test_padding_changes_no_logprob_and_no_value(settings):
-    learner = snapshot.load(settings(), None)
-    long = sample(99, prompt_ids=np.arange(60, dtype=np.int32))
-    together = collate([*BATCH, long])
-    with torch.no_grad():
-        padded, entropy = learner.actor.score(together)
-        values = learner.critic.values(together)
-        for row, each in enumerate(BATCH):
-            alone, alone_entropy = learner.actor.score(collate([each]))
-            n = alone.shape[1]
-            torch.testing.assert_close(padded[row, :n], alone[0], rtol=0, atol=1e-5)
-            torch.testing.assert_close(entropy[row, :n], alone_entropy[0], rtol=0, atol=1e-5)
-            torch.testing.assert_close(values[row, :n], learner.critic.values(collate([each]))[0], rtol=0, atol=1e-5)
-
-
-def test_logprobs_are_those_of_the_row_s_temperature(settings):
-    learner = snapshot.load(settings(), None)
-    each = sample(3, temperature=0.5)
-    ids = torch.tensor(np.concatenate([each.prompt_ids, each.completion_ids]))[None].long()
-    with torch.no_grad():
-        logits = learner.actor.network(input_ids=ids).logits[0, len(each.prompt_ids) - 1 : -1]
-        logprobs, entropy = learner.actor.score(collate([each]))
-    expected = (logits / 0.5).log_softmax(1)
-    chosen = expected.gather(1, torch.tensor(each.completion_ids).long()[:, None])[:, 0]
-    torch.testing.assert_close(logprobs[0], chosen, rtol=0, atol=1e-5)
-    torch.testing.assert_close(entropy[0], -(expected.exp() * expected).sum(1), rtol=0, atol=1e-5)
-
-
 def _everything(learner):
     return {
         **{f"a.{name}": tensor.clone() for name, tensor in learner.actor.network.state_dict().items()},
@@ -127,16 +99,6 @@ def test_a_step_tells_what_it_did(settings):
         perf/tokens_per_second perf/useful_tokens time/train_step"""
     assert set(told.split()) == metrics.keys()
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-def test_a_model_whose_logits_are_scaled_after_the_head_is_run_whole(settings):
-    learner = snapshot.load(settings(), None)
-    assert learner.actor._head_is_all
-    with torch.no_grad():
-        fast = learner.actor.score(collate(BATCH))
-        learner.actor._head_is_all = False
-        slow = learner.actor.score(collate(BATCH))
-    torch.testing.assert_close(fast, slow, rtol=0, atol=1e-5)
 
 
 def _trajectory(run, calls=3):

@@ -12,7 +12,7 @@ from sqlalchemy import make_url
 from structlog.testing import capture_logs
 
 from tests.databases import put_file
-from tests.trainer.factories import Waited, commit, eventually, points, sample
+from tests.trainer.factories import Waited, commit, eventually, points, run_until, sample
 from tuneloop.shared.capacity.pace import find_pace
 from tuneloop.shared.checkpoints import CheckpointStore, check_files, read_manifest
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerError, LedgerUnavailable, StaleEpoch
@@ -22,7 +22,6 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.shared.telemetry.spans import span_of_reply, span_of_version
-from tuneloop.trainer import policies
 from tuneloop.trainer.loop import TrainingLoop, run
 from tuneloop.trainer.monitoring.monitors import StepSpans
 
@@ -34,18 +33,6 @@ def _losses(chosen):
 def _files(ledger, version):
     row = ledger.versions.all()[version]
     return read_manifest(row.path, sha256=row.manifest_sha256).files
-
-
-def _run_until(chosen, condition):
-    """Run a trainer until the condition holds, then ask it to stop."""
-    stop = Event()
-    with ThreadPoolExecutor(1) as threads:
-        trainer = threads.submit(run, chosen, stop)
-        try:
-            eventually(lambda: trainer.done() or condition())
-        finally:
-            stop.set()
-        trainer.result(30)
 
 
 def _other(settings, tmp_path, **but):
@@ -85,22 +72,6 @@ def test_what_is_committed_does_not_wait_for_the_next_look(settings, ledger):
     assert ledger.versions.newest().step == 1
 
 
-def test_a_restart_changes_no_loss_and_no_weight(settings, ledger, tmp_path):
-    rows = [sample(i) for i in range(16)]
-    straight, other = _other(settings, tmp_path, trainer={"total_steps": 4})
-    commit(other, rows)
-    run(straight, Event())
-
-    commit(ledger, rows)
-    run(settings(trainer={"total_steps": 2}), Event())
-    run(settings(trainer={"total_steps": 4}), Event())
-
-    assert _losses(settings()) == _losses(straight)
-    assert len(_losses(straight)) == 4
-    assert _files(ledger, 4) == _files(other, 4)
-    other.close()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_restart_between_two_versions_changes_no_loss_and_no_weight(settings, ledger, tmp_path, dtype):
     """Stopped after step 3 of versions at 2 and 4: step 3 is made again of the same rows, and drawn once."""
@@ -111,7 +82,7 @@ def test_a_restart_between_two_versions_changes_no_loss_and_no_weight(settings, 
 
     chosen = settings(trainer={"save_interval": 2, "dtype": dtype})
     commit(ledger, rows[:12])
-    _run_until(chosen, lambda: chosen.tensorboard_dir.exists() and len(_losses(chosen)) == 3)
+    run_until(chosen, lambda: chosen.tensorboard_dir.exists() and len(_losses(chosen)) == 3)
     assert ledger.reports.counts()[State.COMMITTED] == 4
     assert ledger.versions.newest().version == 1
     commit(ledger, rows[12:])
@@ -120,15 +91,6 @@ def test_a_restart_between_two_versions_changes_no_loss_and_no_weight(settings, 
     assert _losses(chosen) == _losses(straight)
     assert _files(ledger, 2) == _files(other, 2)
     other.close()
-
-
-def test_a_reply_without_tokens_is_dropped_and_another_takes_its_place(settings, ledger):
-    nothing = sample(1, completion_ids=np.array([], dtype=np.int32), logprobs=np.array([], dtype=np.float32))
-    commit(ledger, [sample(0), nothing, *[sample(i) for i in range(2, 6)]])
-    chosen = settings(trainer={"total_steps": 1})
-    run(chosen, Event())
-    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 1, State.COMMITTED: 1}
-    assert len(_losses(chosen)) == 1
 
 
 def test_staleness_is_counted_in_versions(settings, ledger):
@@ -140,18 +102,6 @@ def test_staleness_is_counted_in_versions(settings, ledger):
     folder = chosen.tensorboard_dir / "trainer"
     assert points(folder, "off_policy/staleness_max") == [(1, 0), (2, 1), (3, 2)]
     assert points(folder, "off_policy/staleness_mean")[2] == (3, pytest.approx(1.25))
-
-
-def test_groups_are_trained_on_whole_and_a_run_that_is_left_alone_is_not(settings, ledger):
-    nothing = np.array([], dtype=np.float32)
-    bad = sample(0, task_id="a", run_id="1", completion_ids=nothing.astype(np.int32), logprobs=nothing)
-    whole = [sample(number, task_id="b", run_id=str(number)) for number in range(1, 6)]
-    commit(ledger, [bad, sample(9, task_id="a", run_id="2"), *whole])
-    run(
-        settings(buffer={"train_batch_size": 4, "group_by": "task", "group_size": 2}, trainer={"total_steps": 1}),
-        Event(),
-    )
-    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 5, State.DROPPED: 2}
 
 
 def test_with_a_batch_timeout_a_step_is_what_there_is(settings, ledger):
@@ -189,14 +139,6 @@ def _is_alive(ledger):
     with suppress(LedgerError):
         return ledger.versions.newest().version == 0
     return False
-
-
-def test_the_last_version_is_published_even_if_the_database_is_away_just_then(settings, ledger):
-    commit(ledger, [sample(i) for i in range(4)])
-    chosen = settings(trainer={"total_steps": 1})
-    ledger.versions.ensure_base(chosen.model.model_path)
-    TrainingLoop(chosen, interrupted(ledger, late=False), Event()).run()
-    assert [(each.version, each.step, each.consumed) for each in ledger.versions.all()] == [(0, 0, 0), (1, 1, 4)]
 
 
 def test_a_trainer_that_was_overtaken_stops_and_writes_nothing(settings, ledger):
@@ -265,26 +207,6 @@ def test_a_database_that_is_away_for_a_moment_costs_no_row_and_trains_none_twice
     other.close()
 
 
-def test_a_database_that_goes_away_when_training_goes_back_is_waited_for(settings, ledger, monkeypatch):
-    """With the learner that there is, until it is known what the next one is made of."""
-    commit(ledger, [sample(i) for i in range(8)])
-    chosen, asked = settings(trainer={"total_steps": 2}), []
-    ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training = Interrupted(ledger.training, ("register",), late=False)
-
-    def state_of(*arguments):
-        asked.append(arguments)
-        if len(asked) == 2:
-            raise LedgerUnavailable("away")
-        return find(*arguments)
-
-    find = policies._state_of
-    monkeypatch.setattr(policies, "_state_of", state_of)
-    TrainingLoop(chosen, ledger, Event()).run()
-    assert len(asked) == 3
-    assert ledger.reports.counts()[State.TRAINED] == 8
-
-
 class Forgetting(Training):
     """A person is erased while the trainer learns from what they said."""
 
@@ -308,33 +230,6 @@ def test_what_is_erased_while_it_is_trained_on_is_in_no_version_and_training_goe
     assert [(each.version, each.step, each.consumed) for each in ledger.versions.all()] == [(0, 0, 0), (1, 2, 8)]
     assert not list(chosen.job_dir.glob(".*"))
     assert [step for step, _ in _losses(chosen)] == [1, 2]
-
-
-class Rejecting(Training):
-    """An explorer refuses the first version at once."""
-
-    def register(self, epoch, ids, **how):
-        version = super().register(epoch, ids, **how)
-        if version == 1:
-            self.versions.reject(version, "its probe differs")
-        return version
-
-
-def test_after_a_rejected_version_training_goes_on_from_the_one_before(settings, ledger):
-    commit(ledger, [sample(i) for i in range(8)])
-    chosen = settings(trainer={"total_steps": 1})
-    ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training = Rejecting(ledger.transactions, ledger.rewards)
-    ledger.training.versions = ledger.versions
-    TrainingLoop(chosen, ledger, Event()).run()
-    assert [(each.version, each.state.value, each.step) for each in ledger.versions.all()] == [
-        (0, "champion", 0),
-        (1, "rejected", 1),
-    ]
-    run(chosen, Event())
-    newest = ledger.versions.newest()
-    assert (newest.version, newest.step, read_manifest(newest.path).parent) == (2, 1, 0)
-    assert ledger.reports.imbalance() == []
 
 
 class RejectingAll(Training):
@@ -386,29 +281,6 @@ def test_what_is_published_slowly_is_registered_though_the_database_is_impatient
     assert ledger.versions.newest().version == 1
 
 
-def test_who_ended_a_version_and_why_is_told_when_training_goes_back(settings, ledger):
-    commit(ledger, [sample(i) for i in range(12)])
-    chosen = settings(trainer={"total_steps": 2})
-    ledger.versions.ensure_base(chosen.model.model_path)
-    ledger.training = Rejecting(ledger.transactions, ledger.rewards)
-    ledger.training.versions = ledger.versions
-    with capture_logs() as logs:
-        TrainingLoop(chosen, ledger, Event()).run()
-    [told] = [each for each in logs if each["event"] == "training_goes_back"]
-    assert (told["version"], told["to"], told["state"]) == (1, 0, "rejected")
-    assert (told["by"], told["reason"]) == ("explorer", "its probe differs")
-
-
-def test_a_batch_that_is_not_finite_is_dropped_and_training_goes_on(settings, ledger):
-    """Log-probabilities of -3e38 are finite, but the sum of their differences is not."""
-    absurd = [sample(i, logprobs=np.full(len(sample(i).logprobs), -3e38, np.float32)) for i in range(4)]
-    commit(ledger, absurd + [sample(i) for i in range(4, 8)])
-    chosen = settings(trainer={"total_steps": 1})
-    run(chosen, Event())
-    assert ledger.reports.counts() == dict.fromkeys(State, 0) | {State.TRAINED: 4, State.DROPPED: 4}
-    assert [step for step, _ in _losses(chosen)] == [1]
-
-
 def test_a_damaged_checkpoint_is_not_gone_on_from(settings, ledger):
     commit(ledger, [sample(i) for i in range(4)])
     run(settings(trainer={"total_steps": 1}), Event())
@@ -439,7 +311,7 @@ def test_a_run_of_steps_that_are_not_finite_stops_learning_and_alarms(settings, 
     chosen = settings(algorithm={"max_skipped_steps": 2, "mini_batches": 1}, trainer={"save_interval": 2})
     commit(ledger, [sample(i) for i in range(4)])
     commit(ledger, [sample(i, reward=1e6, logprobs=_most(i)) for i in range(4, 16)])
-    _run_until(chosen, lambda: bool(ledger.alarms.all()))
+    run_until(chosen, lambda: bool(ledger.alarms.all()))
     [alarm] = ledger.alarms.all()
     assert alarm.name == "steps_not_finite"
     assert "2 steps in a row" in alarm.reason
@@ -496,7 +368,7 @@ def test_what_waits_beyond_the_backlog_expires_with_each_version_and_the_pace_is
 def test_nothing_expires_between_versions_so_that_a_restart_makes_the_same_steps(settings, ledger):
     commit(ledger, [sample(i) for i in range(8)])
     chosen = settings(trainer={"save_interval": 3}, buffer={"train_batch_size": 4, "max_backlog": 1})
-    _run_until(chosen, lambda: chosen.tensorboard_dir.exists() and len(_losses(chosen)) == 2)
+    run_until(chosen, lambda: chosen.tensorboard_dir.exists() and len(_losses(chosen)) == 2)
     commit(ledger, [sample(i) for i in range(8, 24)])
     run(settings(trainer={"save_interval": 3, "total_steps": 3}, buffer={"max_backlog": 1}), Event())
     assert ledger.reports.counts() == dict.fromkeys(State, 0) | {
@@ -504,13 +376,6 @@ def test_nothing_expires_between_versions_so_that_a_restart_makes_the_same_steps
         State.COMMITTED: 4,
         State.EXPIRED: 8,
     }
-
-
-def test_a_missing_model_is_refused_before_anything_is_made(settings, tmp_path):
-    chosen = settings(model={"model_path": tmp_path / "nowhere"})
-    with pytest.raises(EnvironmentRefused, match=r"model\.model_path"):
-        run(chosen, Event())
-    assert not chosen.job_dir.exists()
 
 
 @pytest.mark.contract

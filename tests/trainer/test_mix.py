@@ -11,7 +11,6 @@ import torch
 
 from tests.trainer.factories import commit, eventually, points, sample
 from tests.trainer.test_policies import _adapters, _rows
-from tests.trainer.test_policies import adapted as adapted
 from tests.trainer.test_policies import created as created
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.experience import State

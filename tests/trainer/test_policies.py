@@ -8,7 +8,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.databases import put_file
-from tests.trainer.factories import commit, eventually, points, sample
+from tests.trainer.factories import commit, eventually, points, run_until, sample
+from tests.trainer.fine_tuning import LORA
 from tuneloop.shared.checkpoints import is_weights_only, read_manifest
 from tuneloop.shared.experience import PolicyState, State
 from tuneloop.shared.ledger.ledger import Ledger
@@ -16,20 +17,8 @@ from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer import policies
 from tuneloop.trainer.loop import TrainingLoop, run
-from tuneloop.trainer.policies import PolicyTraining
 
-LORA = {"rank": 4, "alpha": 8}
 GRPO = {"algorithm.algorithm_type": "reinforce", "algorithm.kl_coef": 0.0}
-
-
-@pytest.fixture
-def adapted(settings, base):
-    """Makes settings of an adapter."""
-
-    def make(**but):
-        return settings(**{"model": {"model_path": base, "lora": LORA}} | but)
-
-    return make
 
 
 @pytest.fixture
@@ -244,22 +233,10 @@ def test_a_policy_whose_versions_are_all_rejected_stops_and_no_other(adapted, le
     assert ledger.versions.of(one).newest().version == 1
 
 
-def _until(chosen, condition):
-    """Run a trainer until the condition holds, then ask it to stop."""
-    stop = Event()
-    with ThreadPoolExecutor(1) as threads:
-        trainer = threads.submit(run, chosen, stop)
-        try:
-            eventually(lambda: trainer.done() or condition(), within_s=20)
-        finally:
-            stop.set()
-        trainer.result(30)
-
-
 def test_a_policy_begins_with_an_adapter_and_one_that_does_not_fit_is_paused_with_a_reason(adapted, ledger, created):
     one = created("one")
     _rows(ledger, one, range(100, 104))
-    _until(adapted(), lambda: _made(ledger))
+    run_until(adapted(), lambda: _made(ledger))
     parent = ledger.versions.of(one).newest()
     like, odd = (
         ledger.policies.create(name, parent=parent.version, settings=options, by="ops").id
@@ -267,7 +244,7 @@ def test_a_policy_begins_with_an_adapter_and_one_that_does_not_fit_is_paused_wit
     )
     for policy, first in ((like, 200), (odd, 300), (0, 400)):
         _rows(ledger, policy, range(first, first + 4))
-    _until(adapted(), lambda: len(_made(ledger)) == 3)
+    run_until(adapted(), lambda: len(_made(ledger)) == 3)
     assert sorted(_made(ledger)) == [(0, 1, 4), (one, 1, 4), (like, 1, 4)]
     assert ledger.policies.get(odd).state is PolicyState.PAUSED
     [alarm] = ledger.alarms.all()
@@ -284,36 +261,14 @@ def test_what_a_policy_learnt_is_gone_on_from_when_it_is_promoted(adapted, ledge
     free = {"kl_coef": 0.0}
     one = created("one")
     _rows(ledger, one, range(100, 108))
-    _until(adapted(algorithm=free), lambda: len(_made(ledger)) == 2)
+    run_until(adapted(algorithm=free), lambda: len(_made(ledger)) == 2)
     ledger.versions.of(one).promote(ledger.versions.of(one).newest().version)
     promoted = ledger.policies.promote(one, by="ops")
     _rows(ledger, 0, range(108, 112))
-    _until(adapted(algorithm=free), lambda: len(_made(ledger)) == 3)
+    run_until(adapted(algorithm=free), lambda: len(_made(ledger)) == 3)
     newest = ledger.versions.newest()
     assert (newest.step, read_manifest(newest.path).parent) == (3, promoted)
     assert _adapters(ledger, 0)[-1] == alone("one", trainer={"total_steps": 3}, algorithm=free)[-1]
-
-
-def test_an_adapter_is_what_it_was_after_others_were_trained(adapted, ledger, created, monkeypatch):
-    said = []
-    one = created("one")
-    _rows(ledger, 0, range(8))
-    _rows(ledger, one, range(100, 104))
-    leave, come_back = PolicyTraining.leave, PolicyTraining.come_back
-
-    def told(act):
-        def tell(self):
-            act(self)
-            said.append((self.policy.id, self.learner.logprobs(list(range(40, 60)))))
-
-        return tell
-
-    monkeypatch.setattr(PolicyTraining, "leave", told(leave))
-    monkeypatch.setattr(PolicyTraining, "come_back", told(come_back))
-    _until(adapted(), lambda: len(_made(ledger)) == 3)
-    (first, left), (second, back) = said[0], said[-1]
-    assert (first, second) == (0, 0)
-    assert left == back
 
 
 def test_a_folder_that_versions_share_is_kept_while_any_of_them_is(adapted, ledger, created):
@@ -321,13 +276,13 @@ def test_a_folder_that_versions_share_is_kept_while_any_of_them_is(adapted, ledg
     chosen = adapted(trainer={"max_checkpoints_to_keep": 1})
     one = created("one")
     _rows(ledger, one, range(100, 104))
-    _until(chosen, lambda: _made(ledger))
+    run_until(chosen, lambda: _made(ledger))
     parent = ledger.versions.of(one).newest()
     created("like", parent=parent.version)
     _rows(ledger, one, range(104, 112))
-    _until(chosen, lambda: len(_made(ledger)) == 3)
+    run_until(chosen, lambda: len(_made(ledger)) == 3)
     ledger.policies.delete(one, by="ops")
     _rows(ledger, 0, range(4))
-    _until(chosen, lambda: len(_made(ledger)) == 4)
+    run_until(chosen, lambda: len(_made(ledger)) == 4)
     kept = {each.path for each in ledger.versions.all() if not each.is_base and each.path.exists()}
     assert kept == {parent.path, ledger.versions.newest().path}

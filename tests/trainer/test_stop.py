@@ -16,9 +16,7 @@ assert not stop.is_set() and not stop.wait(0.01)
 """
 
 
-TOLD_BY_A_THREAD = (
-    WAITING
-    + """
+TOLD_BY_A_THREAD = """
 import threading
 threading.Timer(0.2, stop.set).start()
 assert stop.wait(60) and stop.is_set() and stop.wait(60)
@@ -26,24 +24,13 @@ for _ in range(10_000):
     stop.set()  # more than the pair of sockets holds
 print(True)
 """
-)
 
-WAITING = """
-import os, signal, sys, time
-from tuneloop.trainer.stop import SignalStop
-
-stop = SignalStop(signal.SIGTERM, signal.SIGINT)
-assert not stop.is_set() and not stop.wait(0.01)
-"""
-TOLD = (
-    WAITING
-    + """
+TOLD = """
 print("waiting", flush=True)
 began = time.monotonic()
 assert stop.wait(60) and stop.is_set() and stop.wait(60)
 print(time.monotonic() - began < 30)
 """
-)
 
 
 def _waiting_then(code: str) -> subprocess.Popen[str]:

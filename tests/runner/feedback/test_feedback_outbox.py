@@ -1,7 +1,6 @@
 """The outbox of feedback: what is in it is sent, whatever happens to the app, to the service and to the files."""
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -212,44 +211,6 @@ def test_a_file_that_cannot_be_taken_over_stops_nothing(
         time.sleep(0.3)
     assert caplog.text.count("cannot be sent") == 2
     assert rewards(service) == [1]
-
-
-def test_what_another_process_took_over_waits_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feedback_outbox, "_FILE_BYTES", 100)
-    one, two = (feedback_outbox.FeedbackOutbox(tmp_path, 1 << 30) for _ in range(2))
-    for value in range(10):
-        one.put([{"msg_ids": ["a"], "reward": value}])
-    two.look()
-    assert (one.pending, 0 < two.pending < 10) == (10, True)
-    sent = []
-    for each in (two, one):
-        while (batch := each.next_batch()) is not None:
-            sent += [entry["reward"] for entry in batch.entries]
-            each.note_sent(batch, 0)
-    assert (sent, one.pending, two.pending) == (list(range(10)), 0, 0)
-    one.close()
-    two.close()
-    assert files(tmp_path) == []
-
-
-def test_what_is_not_acknowledged_yet_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk may refuse it, and the caller says it again under another key."""
-
-    def look_early(descriptor: int) -> None:
-        early.append(found.next_batch())
-        raise OSError(5, "of the test")
-
-    early: list[object] = []
-    found = feedback_outbox.FeedbackOutbox(tmp_path, 1 << 30)
-    found.put([{"msg_ids": ["a"], "reward": 1}])
-    first = found.next_batch()
-    assert first is not None
-    found.note_sent(first, 0)
-    monkeypatch.setattr(os, "fsync", look_early)
-    with pytest.raises(OSError, match="of the test"):
-        found.put([{"msg_ids": ["a"], "reward": 2}])
-    assert (early, found.pending) == ([None], 0)
-    found.close()
 
 
 def test_a_flush_waits_for_what_a_process_before_has_left(

@@ -10,16 +10,6 @@ from tuneloop.runner.rewards.reply import ToolResult
 
 TOOLS = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}
 
-MATH = {"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5}
-
-
-def test_a_math_reward_is_what_its_weights_say() -> None:
-    reward = reward_function(MATH)
-    right = reward(Reply(text="So x = 3.\nAnswer: 12", expected=12, turns=5))
-    assert right.values == {"correctness": 1.0, "steps_penalty": 5.0, "format_bonus": 1.0}
-    assert right.total == pytest.approx(3.0)
-    assert reward(Reply(text="12 I think, or 13", expected="12", turns=1)).total == pytest.approx(-0.1)
-
 
 @pytest.mark.parametrize(
     ("text", "right"),
@@ -34,19 +24,6 @@ def test_a_math_reward_is_what_its_weights_say() -> None:
 )
 def test_an_answer_in_words_is_compared_as_a_whole(text: str, right: float) -> None:
     assert reward_function({"correctness": 1.0})(Reply(text=text, expected="Paris")).total == right
-
-
-def test_a_tool_reward_counts_each_part() -> None:
-    wanted = (ToolCall("search", {"q": "invoice"}),)
-    reply = Reply(text="", tools=("search",), tool_calls=wanted, expected_calls=wanted)
-    called = Reply(**{name: getattr(reply, name) for name in ("text", "tools", "tool_calls", "expected_calls")})
-    assert reward_function({"correct_tool": 1.0, "correct_args": 0.5})(called).total == 1.5
-    worked = Reply(
-        text="", tools=("search",), tool_calls=wanted, expected_calls=wanted, results=(ToolResult("1 mail", True),)
-    )
-    assert reward_function(TOOLS)(worked).total == 2.5
-    wrong = Reply(text="", tools=("search",), tool_calls=(ToolCall("delete", {}),), expected_calls=wanted)
-    assert reward_function(TOOLS)(wrong).total == -2.0
 
 
 @pytest.mark.parametrize(

@@ -155,10 +155,3 @@ def test_a_call_that_is_none_or_ended_its_process_thrice_is_set_aside(service: F
         counts = end(process)
     assert (counts["set_aside"], counts["runs"]) == (2, 0)
     assert sorted(each.name for each in calls.glob("*.aside")) == ["1-a-0.aside", "2-b-3.aside"]
-
-
-ODD = [
-    ("app", "is not MODULE:NAME"),
-    ("no_such_module_here:f", "No module named"),
-    ("json:nothing", "has no attribute 'nothing'"),
-]

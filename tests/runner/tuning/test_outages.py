@@ -10,11 +10,10 @@ from openai import AsyncOpenAI
 from tests.runner.faulty_service import FAILURES, Failure, FaultyService, ask
 from tests.runner.tuning.service_double import MODEL
 from tests.runner.tuning.tuned import tuned
-from tuneloop.runner import AlgorithmConfig, WorkflowOutput
+from tuneloop.runner import WorkflowOutput
 
 TASKS = [{"question": f"{n}+1"} for n in range(8)]
 BAD = {"3+1", "7+1"}
-STEPS = AlgorithmConfig(group_size=2, batch_size=4)
 
 
 def catching(*, stream: bool = False, retries: int = 0) -> Any:

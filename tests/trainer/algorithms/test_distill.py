@@ -96,30 +96,6 @@ def test_the_student_comes_nearer_to_a_local_teacher(settings, opinionated):
     assert told[0] == pytest.approx(before, rel=0.3)
 
 
-def test_a_student_of_replies_says_what_the_teacher_says(settings, opinionated):
-    lively = {"algorithm_type": "distill", "optimizer": {"lr": 3e-3}, "mini_batches": 1}
-    changed = settings(
-        algorithm=lively | {"distill": {"teacher_path": str(opinionated), "mode": "replies"}},
-        trainer={"micro_batch_tokens": 4096},
-    )
-    learner, teacher = snapshot.load(changed, None), LocalTeacher(changed, opinionated)
-    wanted = _distribution(teacher._actor.network)
-    before = float((wanted.exp() * (wanted - _distribution(learner.actor.network))).sum())
-    random = np.random.default_rng(0)
-    probabilities = np.exp(wanted.numpy().astype(np.float64))
-    for _ in range(40):
-        said = random.choice(len(probabilities), size=64, p=probabilities / probabilities.sum())
-        ids = [np.array([token], np.int32) for token in said]
-        learner.step(
-            [
-                sample(i, prompt_ids=PROMPT, completion_ids=each, logprobs=np.zeros(1, np.float32))
-                for i, each in enumerate(ids)
-            ]
-        )
-    after = float((wanted.exp() * (wanted - _distribution(learner.actor.network))).sum())
-    assert after < 0.3 * before
-
-
 @pytest.mark.parametrize(("mode", "taken"), [("replies", True), ("reverse_kl", False)])
 def test_only_who_imitates_learns_from_replies_that_are_no_samples(settings, mode, taken):
     distill = {"algorithm_type": "distill", "distill": {"teacher_path": "/t", "mode": mode}}

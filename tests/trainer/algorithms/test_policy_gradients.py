@@ -15,26 +15,6 @@ from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.algorithms.terms import Targets, importance_weights, surrogate
 
-
-def _cut(made, parts):
-    """The rows in random order, in at most so many micro-batches."""
-    order = torch.randperm(len(made.calls.of_BR), generator=made.random)
-    return [part for part in order.tensor_split(parts) if len(part)]
-
-
-def _shares(algorithm, made, parts, *, naive):
-    """The loss and gradient as the sum of micro-batches; `naive`: as the mean of their means."""
-    targets, now = made.targets(algorithm), made.said["now_BR"].clone().requires_grad_()
-    losses = []
-    for rows in parts:
-        part = targets.rows(rows, now[rows])
-        totals = part.totals if naive else targets.totals
-        losses.append(surrogate(algorithm, part, now[rows], made.said["entropy_BR"][rows], totals).value)
-    loss = sum(losses) / (len(parts) if naive else 1)
-    loss.backward()
-    return loss.detach(), now.grad
-
-
 KINDS = ["ppo", "reinforce", "reinforce++", "rloo", "grpo", "multi_step_grpo"]
 MODES = get_args(AlgorithmSettings.model_fields["loss_agg_mode"].annotation)
 

@@ -5,32 +5,12 @@ from threading import Event
 
 import numpy as np
 import pytest
-import torch
 from structlog.testing import capture_logs
 
 from tests.trainer.factories import sample
-from tuneloop.trainer.algorithms import sft
-from tuneloop.trainer.algorithms.terms import Targets
 from tuneloop.trainer.batches.selection import with_demonstrations
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
-
-
-def _loss(algorithm, mask_BR, logprobs_BR, totals=None):
-    targets = Targets(mask_BR=mask_BR, sampled_BR=torch.zeros_like(logprobs_BR))
-    return sft.actor_loss(algorithm, targets, logprobs_BR, torch.zeros_like(logprobs_BR), totals or targets.totals)
-
-
-MASK = torch.arange(9) < torch.tensor([9, 7, 5, 1])[:, None]
-
-
-SAID = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(4))
-
-
-LOGITS = torch.randn(4, 9, 20, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-
-LOGPROBS = LOGITS.log_softmax(-1).gather(2, SAID[..., None])[..., 0]
 
 
 @pytest.mark.parametrize(("worth", "said"), [({}, 1), ({"weights": {"judge": 1.0}}, 0)])

@@ -14,7 +14,7 @@ import xgrammar
 
 from examples.sums.model import build, save
 from tests.trainer.factories import sample
-from tuneloop.shared.experience import AllowedTokens, Grammar, Sample, pack_ids
+from tuneloop.shared.experience import Grammar, Sample, pack_ids
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.batch import Batch, TokenSequence, assemble, collate
 from tuneloop.trainer.batches.selection import select, with_allowed_tokens
@@ -127,57 +127,6 @@ def test_the_ratio_is_one_under_the_grammar(actor: Actor, of_bytes: Callable[...
     assert free.held_BR is None
     if grammar is not TAGGED:
         assert not torch.allclose(logprobs_free_BR, batch.sampled_BR, atol=0.1)
-
-
-def _allowed(actor: Actor, given: Sample, sets: list[set[int]], at: list[int]) -> Sample:
-    words = -(-actor.vocabulary // 32)
-    bits = np.zeros((len(sets), words * 32), np.uint8)
-    for row, each in enumerate(sets):
-        bits[row, list(each)] = 1
-    rows = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-    return sample(
-        given.id,
-        prompt_ids=given.prompt_ids,
-        completion_ids=given.completion_ids,
-        logprobs=given.logprobs,
-        temperature=given.temperature,
-        allowed=AllowedTokens(rows, np.array(at, np.int32)),
-    )
-
-
-def _given(*, temperature: float, number: int = 1) -> Sample:
-    ids = {"prompt_ids": np.array([5, 6], np.int32), "completion_ids": np.array([7, 8, 9], np.int32)}
-    return sample(number, logprobs=np.zeros(3, np.float32), temperature=temperature, **ids)
-
-
-def test_log_probability_and_entropy_are_those_among_what_is_allowed(actor: Actor) -> None:
-    """Against a sum over the allowed tokens; all of the vocabulary's last word, and a token that stands alone."""
-    temperature, last = 0.7, actor.vocabulary - 1
-    sets = [{7, 20, last}, {9}]
-    first = _allowed(actor, _given(temperature=temperature), sets, [0, -1, 1])
-    with torch.no_grad():
-        batch, logprobs_BR, entropy_BR = _scored(actor, [first, _given(temperature=temperature, number=2)])
-        logits_TV = actor.network(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1:4].double() / temperature
-    for position, (allowed, token) in enumerate(zip([sets[0], set(range(last + 1)), sets[1]], [7, 8, 9], strict=True)):
-        among = logits_TV[position, sorted(allowed)].softmax(0)
-        chosen = among[sorted(allowed).index(token)]
-        assert float(logprobs_BR[0, position]) == pytest.approx(float(chosen.log()), abs=1e-5)
-        assert float(entropy_BR[0, position]) == pytest.approx(float(-(among * among.log()).sum()), abs=1e-5)
-    plain = logits_TV.log_softmax(1).gather(1, torch.tensor([[7], [8], [9]]))[:, 0]
-    assert torch.allclose(logprobs_BR[1].double(), plain, atol=1e-5)
-    assert batch.held_BR is not None
-    assert batch.held_BR.tolist() == [[0, -1, 1], [-1, -1, -1]]
-
-
-def test_gradients_are_those_of_the_masked_distribution(actor: Actor) -> None:
-    sets = [{7, 20, 30}]
-    _, logprobs_BR, entropy_BR = _scored(actor, [_allowed(actor, _given(temperature=0.7), sets, [0, -1, -1])])
-    weight = next(actor.network.parameters())
-    (found,) = torch.autograd.grad(logprobs_BR[0, 0] + entropy_BR[0, 0], weight)
-    logits = actor.network(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 1, [7, 20, 30]] / 0.7
-    spread = logits.log_softmax(0)
-    (expected,) = torch.autograd.grad(spread[0] - (spread.exp() * spread).sum(), weight)
-    assert torch.allclose(found, expected, atol=1e-6)
 
 
 def test_calls_that_share_a_sequence_keep_each_its_own_grammar(actor: Actor, of_bytes: Callable[..., Settings]) -> None:

@@ -7,8 +7,6 @@ import torch
 from tests.trainer.factories import sample
 from tuneloop.trainer.checkpoints import snapshot
 
-BATCH = [sample(i) for i in range(12)]
-
 
 def sampled_by(learner, number, **but):
     """A sample with the log-probabilities that the learner gives it."""

@@ -10,7 +10,7 @@ import torch
 from structlog.testing import capture_logs
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.trainer.factories import Waited, commit, eventually, points, sample
+from tests.trainer.factories import Waited, commit, eventually, sample
 from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.job_marks import touch_committed
@@ -129,27 +129,6 @@ def test_an_update_that_no_memory_is_left_for_is_refused_and_none_is_made_twice(
     assert learner.optimizers["actor"].updates == 1
     assert learner.optimizers["critic"].updates == (full == "critic")
     assert learner.spoilt
-
-
-def test_it_is_halved_until_the_step_fits_and_remembered(settings, ledger, monkeypatch):
-    chosen = settings(trainer={"total_steps": 1, "micro_batch_tokens": 2048})
-    step, sizes = snapshot.Learner.step, []
-
-    def bounded(self, samples, *, version=None):
-        sizes.append(self.micro_batch_tokens)
-        if self.micro_batch_tokens > 512:
-            raise torch.OutOfMemoryError
-        return step(self, samples, version=version)
-
-    monkeypatch.setattr(snapshot.Learner, "step", bounded)
-    commit(ledger, [sample(i) for i in range(8)])
-    run(chosen, Event())
-    assert sizes == [2048, 1024, 512]
-    assert ledger.reports.counts()[State.TRAINED] == 4
-    run(settings(trainer={"total_steps": 2, "micro_batch_tokens": 2048}), Event())
-    assert sizes[3:] == [512]
-    assert len(points(chosen.tensorboard_dir / "trainer", "actor/pg_loss")) == 2
-    assert MicroBatch(settings(trainer={"micro_batch_tokens": 4096})).tokens == 4096, "the setting has changed"
 
 
 def _room_for_kept_activations(monkeypatch, room, again=10**9):

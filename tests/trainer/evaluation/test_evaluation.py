@@ -7,23 +7,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from tests.databases import put_file
 from tests.trainer.factories import commit, points, sample
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.evaluation.tasks import is_right, tasks_of
-from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.settings.versions import EvaluationSettings
 from tuneloop.trainer.evaluation.evaluation import HeldOut
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.models.model import Actor
-
-
-def _filled(chosen):
-    put_file(chosen.database_url, "migrated")
-    other = Ledger(database.connect(chosen.database_url))
-    commit(other, [sample(i) for i in range(12)])
-    other.close()
 
 
 @pytest.fixture
@@ -135,20 +125,6 @@ def test_an_evaluation_that_does_not_fit_is_skipped(settings, ledger, tmp_path, 
         run(chosen, Event())
     assert [each["step"] for each in said if each["event"] == "evaluation_skipped"] == [0, 1]
     assert ledger.versions.newest().version == 1
-
-
-def test_evaluation_changes_no_loss(settings, ledger, tmp_path):
-    path = tmp_path / "tasks.jsonl"
-    path.write_text('{"prompt": "a", "answer": "b"}\n')
-    losses = []
-    for monitor in ({}, {"evaluation": {"path": path, "every": 1, "most_tokens": 4}}):
-        chosen = settings(monitor=monitor, trainer={"total_steps": 3})
-        chosen = chosen.model_copy(update={"name": f"with{len(monitor)}"})
-        _filled(chosen)
-        run(chosen, Event())
-        losses.append(points(chosen.tensorboard_dir / "trainer", "actor/pg_loss"))
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 3
 
 
 @pytest.mark.parametrize(

@@ -86,29 +86,6 @@ def test_updates_are_those_of_32_bits_but_for_rounding():
     assert float(((ours - exact) / exact.abs()).mean().abs()) < 0.01, "not all in one direction"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_that_is_resumed_is_the_same_to_the_bit(settings, tmp_path, dtype):
-    made = settings(algorithm=BITS, trainer={"dtype": dtype})
-    batches = [[sample(i) for i in range(4 * at, 4 * at + 4)] for at in range(4)]
-    straight, begun = snapshot.load(made, None), snapshot.load(made, None)
-    for batch in batches:
-        straight.step(batch)
-    for batch in batches[:2]:
-        begun.step(batch)
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    snapshot.save(begun, folder, base=made.model.model_path)
-    resumed = snapshot.load(made, folder)
-    for batch in batches[2:]:
-        resumed.step(batch)
-    for name, optimizer in straight.optimizers.items():
-        one, other = dict(optimizer.state()), dict(resumed.optimizers[name].state())
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
-    one, other = straight.actor.tensors(), resumed.actor.tensors()
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 @pytest.mark.parametrize(("before", "after"), [(32, 8), (8, 32)])
 def test_where_the_bits_were_changed_the_moments_are_converted(settings, tmp_path, before, after):
     made = settings(algorithm={"optimizer": {"lr": 1e-3, "bits": before}})

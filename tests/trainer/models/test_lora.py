@@ -1,32 +1,21 @@
 """An adapter is trained instead of the weights, and any tool that knows peft finds what was trained."""
 
-import json
-
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.factories import commit, masters_of, sample
+from tests.trainer.factories import masters_of, sample
+from tests.trainer.fine_tuning import LORA
 from tuneloop.shared.capacity.memory import reckon
 from tuneloop.shared.capacity.model_shape import read_shape
-from tuneloop.shared.checkpoints import CheckpointStore, read_manifest
 from tuneloop.shared.errors import EnvironmentRefused, SettingsError
-from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.batches.batch import assemble, collate
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.publication import Publication
 
 BATCHES = [[sample(10 * step + i) for i in range(8)] for step in range(4)]
-LORA = {"rank": 4, "alpha": 8}
-
-
-@pytest.fixture
-def adapted(settings, base):
-    """Makes settings of an adapter."""
-    return lambda **but: settings(**{"model": {"model_path": base, "lora": LORA}} | but)
 
 
 def _contents(folder):
@@ -157,23 +146,6 @@ def test_peft_and_the_merged_weights_find_the_probe_s_logprobs(adapted, base, tm
         assert up.abs().max() > 0
         weights[f"{name.removeprefix('base_model.model.')}.weight"].data += up @ down * 8 / 4
     assert torch.allclose(_logprobs(merged, probe.prompt_ids), torch.tensor(probe.logprobs), atol=1e-5)
-
-
-def test_a_version_says_that_it_is_an_adapter(adapted, ledger):
-    chosen = adapted()
-    ledger.versions.ensure_base(chosen.model.model_path)
-    epoch = ledger.training.take_epoch("t")
-    commit(ledger, [sample(i) for i in range(4)])
-    rows = ledger.training.lease(epoch, 4, BatchRules())
-    store = CheckpointStore(chosen.job_dir)
-    learner = snapshot.load(chosen, None)
-    Publication(
-        chosen, store, snapshot.weights_of(learner), snapshot.probe(learner, chosen), epoch=epoch, parent=0
-    ).register(ledger.training, [row.id for row in rows])
-    assert read_manifest(store.path(1)).kind == "lora"
-    config = json.loads((store.path(1) / "actor" / "adapter_config.json").read_text())
-    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
-    assert config["base_model_name_or_path"] == str(chosen.model.model_path)
 
 
 def test_an_experiment_does_not_change_between_adapters_and_all_weights(adapted, settings, base, tmp_path):

@@ -5,13 +5,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.factories import sample
 from tuneloop.shared.capacity.memory import reckon
 from tuneloop.shared.capacity.model_shape import read_shape
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.models.quantization import QuantizedLinear
 
-BATCHES = [[sample(10 * step + i) for i in range(8)] for step in range(4)]
 #: Of normal weights the mean error of NF4 in blocks of 64 is 7 % of their standard deviation, that of 8 bits 1 %.
 ERRORS = {8: 0.012, 4: 0.08}
 BITS = pytest.mark.parametrize("bits", [8, 4])
@@ -92,25 +90,6 @@ def test_all_matrices_but_the_head_are_in_few_bits_and_nothing_else_changes(quan
     whole = dict(plain.named_parameters())
     assert set(others) == {name for name in whole if "_proj." not in name}
     assert all(torch.equal(each, whole[name]) for name, each in others.items())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@BITS
-def test_a_run_that_is_resumed_is_the_same_to_the_bit(quantized, base, tmp_path, bits, dtype):
-    made = quantized(bits, trainer={"dtype": dtype})
-    straight, first = snapshot.load(made, None), snapshot.load(made, None)
-    losses = [straight.step(batch)["actor/pg_loss"] for batch in BATCHES]
-    again = [first.step(batch)["actor/pg_loss"] for batch in BATCHES[:2]]
-    snapshot.save(first, tmp_path / "half", base=base)
-    second = snapshot.load(made, tmp_path / "half")
-    again += [second.step(batch)["actor/pg_loss"] for batch in BATCHES[2:]]
-    assert again == losses
-    trained = (
-        {name: each for name, each in each.actor.network.named_parameters() if each.requires_grad}
-        for each in (straight, second)
-    )
-    one, other = trained
-    assert all(torch.equal(each, other[name]) for name, each in one.items())
 
 
 def test_the_reckoned_weights_are_those_that_are_there(quantized, base):

@@ -1,13 +1,10 @@
 """How far the policy has come from the base model, where the method does not look at that."""
 
 import pytest
-import torch
-from structlog.testing import capture_logs
 
 from tests.trainer.factories import sample
 from tuneloop.shared.settings.versions import DriftSettings
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.models.model import Actor
 from tuneloop.trainer.monitoring.drift import KL_BASE
 from tuneloop.trainer.monitoring.monitors import Distance, Monitors
 
@@ -34,21 +31,6 @@ def test_it_is_measured_after_every_so_many_steps(learnt):
     assert measured[KL_BASE] > 1e-4
     learner.steps += 1
     assert Distance(chosen).measure(learner, BATCH) == {}
-
-
-def test_a_base_model_that_does_not_fit_or_is_gone_is_told_and_stops_nothing(learnt, monkeypatch, tmp_path):
-    chosen, learner = learnt
-    gone = chosen.model_copy(update={"model": chosen.model.model_copy(update={"model_path": tmp_path / "gone"})})
-    with capture_logs() as said:
-        assert Distance(gone).measure(learner, BATCH) == {}
-
-    def too_large(*_):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(Actor, "reference", too_large)
-    with capture_logs() as more:
-        assert Distance(chosen).measure(learner, BATCH) == {}
-    assert [each["event"] for each in [*said, *more]] == ["distance_not_measured"] * 2
 
 
 def test_a_policy_that_goes_far_raises_the_alarm_though_its_loss_does_not_look_at_the_base_model(learnt, ledger):

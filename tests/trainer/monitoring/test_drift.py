@@ -130,17 +130,6 @@ def test_the_base_models_score_is_compared_with_the_rewards_of_the_first_steps()
     assert alarms(SMALL, drift.with_score(SMALL, history, 6, 0.2)) == {"reward_hack"}
 
 
-def test_an_alarm_is_raised_once_and_cleared_once():
-    history, told = after(SMALL, *[{LENGTH: 10.0}] * 4), []
-    for length in [10] * 3 + [50] * 6 + [10] * 6:
-        history = after(SMALL, {LENGTH: length}, history=history)
-        for name, over in list(drift.changes(history, drift.verdicts(SMALL, history))):
-            told.append((name, over))
-            raised = {name: 1} if over else {}
-            history = History(series=history.series, scores=history.scores, raised=raised)
-    assert told == [("reply_length", True), ("reply_length", False)]
-
-
 # Whether anything is learnt.
 
 EQUAL, IDLE_ALL = {SPREAD: 0.0, REWARD: 1.0}, {REWARD: 0.5, SPREAD: 1.0, IDLE: 1.0}

@@ -78,18 +78,6 @@ def test_a_teacher_that_is_down_is_away_and_may_come_back(remote, double):
     assert teacher.score(_sequences()).any()
 
 
-def test_it_is_asked_through_the_proxy_that_the_environment_names(remote, double, monkeypatch):
-    teacher = remote()
-    monkeypatch.setenv("HTTP_PROXY", double.url)
-    monkeypatch.setenv("NO_PROXY", "")
-    teacher._url = "http://teacher.invalid/v1/completions"
-    teacher.check()
-    assert double.paths == {"/v1/completions"}
-    monkeypatch.setenv("NO_PROXY", "teacher.invalid")
-    with pytest.raises(TeacherAway, match="ConnectError"):
-        teacher.score(_sequences(1))
-
-
 def test_a_sequence_too_long_for_the_teacher_is_refused_with_its_calls(remote, double):
     teacher = remote()
     teacher.check()

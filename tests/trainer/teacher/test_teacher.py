@@ -16,9 +16,7 @@ from tuneloop.shared.errors import EnvironmentRefused, SamplesRefused
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.trainer.batches.batch import TokenSequence, assemble
-from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.loop import run
-from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.teacher.teacher import LocalTeacher
 
 
@@ -57,19 +55,6 @@ def test_a_teacher_with_other_words_is_refused(settings, opinionated, tmp_path):
     teacher = LocalTeacher(_settings(settings, teacher_path=str(folder)), folder)
     with pytest.raises(EnvironmentRefused, match=r"teacher_path: its tokenizer is another.*<other>.*None here"):
         teacher.check()
-
-
-def _broken_by(teacher, token):
-    """Its numbers are NaN from this token on."""
-
-    def hook(module, asked, said):
-        said[asked[0] == token] = float("nan")
-
-    teacher._actor.network.get_input_embeddings().register_forward_hook(hook)
-
-
-def _with_token(number, token):
-    return sample(number, prompt_ids=np.array([1, token], np.int32))
 
 
 def _answers(teacher, samples):
@@ -116,27 +101,6 @@ def test_it_replies_until_the_end_of_a_turn_and_always_the_same(settings, base, 
     again = _answers(teacher, list(reversed(samples)))
     for number, each in said.items():
         assert again[number].completion_ids.tolist() == each.completion_ids.tolist()
-
-
-def test_a_teacher_that_has_no_room_is_asked_in_smaller_pieces_by_and_by(settings, opinionated, monkeypatch):
-    chosen = settings(
-        algorithm={"algorithm_type": "distill", "distill": {"teacher_path": str(opinionated)}, "kl_coef": 0.0},
-        trainer={"micro_batch_tokens": 512},
-    )
-    chosen.job_dir.mkdir(parents=True)
-    learner, micro_batch = snapshot.load(chosen, None), MicroBatch(chosen)
-    learner.teacher = teacher = LocalTeacher(chosen, opinionated)
-    logprobs = teacher._actor.logprobs
-
-    def bounded(batch):
-        if int(batch.lengths_B.sum()) > 256:
-            raise torch.OutOfMemoryError
-        return logprobs(batch)
-
-    monkeypatch.setattr(teacher._actor, "logprobs", bounded)
-    long = {"completion_ids": np.arange(90, dtype=np.int32), "logprobs": np.full(90, -5.7, np.float32)}
-    micro_batch.step(learner, [sample(i, **long) for i in range(6)], version=None)
-    assert (micro_batch.tokens, learner.steps) == (256, 1)
 
 
 # The loop.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean, variance
 from typing import Any, Literal
 
-from tuneloop.runner.collection.run_records import AgentLike, DataCollector, RunRecord, run_in_thread_loop
+from tuneloop.runner.collection.run_records import AgentLike, DataCollector, RunRecord, run_in_own_loop
 from tuneloop.runner.rewards.components import same_json
 from tuneloop.runner.rewards.reply import Reply, ToolCall
 
@@ -81,41 +81,21 @@ def difference_of(a: Sequence[float], b: Sequence[float], *, shares: bool = Fals
 
 
 def student_quantile(freedom: float) -> float:
-    """Student's t that 2.5 % lie above, by bisection of its distribution.
+    """Student's t that 2.5 % lie above, by bisection of its distribution; `freedom` is 1 or more.
 
     >>> round(student_quantile(10), 3), round(student_quantile(1000), 3)
     (2.228, 1.962)
     """
-    low, high = 0.0, 1e4
-    for _ in range(80):
+    # Within t = +-sqrt(freedom) tan(angle) lies the integral of cos^(freedom-1) to the angle, of that to a right angle.
+    wanted = math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2)) * math.sqrt(math.pi) / 2 * _LEVEL
+    low, high = 0.0, math.atan(13 / math.sqrt(freedom))
+    for _ in range(60):
         middle = (low + high) / 2
-        # The probability beyond +-t is the regularised incomplete beta function at df / (df + t^2).
-        beyond = _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + middle * middle))
-        low, high = (middle, high) if beyond > 1 - _LEVEL else (low, middle)
-    return (low + high) / 2
-
-
-def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """I_x(a, b), by Lentz's continued fraction on the side on which it converges fast."""
-    if x <= 0 or x >= 1:
-        return float(x >= 1)
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _incomplete_beta(b, a, 1 - x)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x))
-    tiny = 1e-300
-    c, d = 1.0, 1 / max(1 - (a + b) * x / (a + 1), tiny)
-    fraction = d
-    for m in range(1, 300):
-        for term in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1 / (1 + term * d or tiny)
-            c = 1 + term / c or tiny
-            fraction *= c * d
-        if abs(c * d - 1) < 1e-13:
-            break
-    return front * fraction / a
+        step = middle / 400  # Simpson's rule
+        inner = sum((4 if at % 2 else 2) * math.cos(at * step) ** (freedom - 1) for at in range(1, 400))
+        within = (1 + inner + math.cos(middle) ** (freedom - 1)) * step / 3
+        low, high = (middle, high) if within < wanted else (low, middle)
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
 
 
 AB = Literal["a", "b"]
@@ -318,10 +298,10 @@ class ToolUseEvaluator:
         A run that raises is counted, and the next one is made; the first of each kind is logged with its traceback.
         Raises ValueError for a case that is none, before any is run. In an event loop use `evaluate_async`.
         """
-        return run_in_thread_loop(self.evaluate_async(agent, test_cases))
+        return run_in_own_loop(self.evaluate_async(agent, test_cases))
 
     async def evaluate_async(self, agent: AgentLike, test_cases: Iterable[Mapping[str, Any]]) -> ToolUseReport:
-        """The same in an event loop; an agent that is no coroutine function blocks it."""
+        """The same in an event loop; an agent that is no coroutine function runs in a thread."""
         collector, failures = DataCollector(), Counter[str]()
         cases = []
         read = [_read_case(number, each) for number, each in enumerate(test_cases, start=1)]

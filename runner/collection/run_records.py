@@ -1,7 +1,6 @@
-"""Runs as records: taken down while an agent runs, or read back from the ledger."""
+"""Runs as records, taken down while an agent runs."""
 
 import asyncio
-import atexit
 import contextvars
 import inspect
 import math
@@ -9,17 +8,14 @@ import os
 import sys
 import threading
 import uuid
-from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TypeVar
 
 from tuneloop.runner.errors import LogRefused
-from tuneloop.runner.logs.exchange import LoggedExchange, json_lines, merge_calls
-from tuneloop.runner.logs.request_logs import read_export, read_stored_completions
+from tuneloop.runner.logs.exchange import json_lines
 from tuneloop.runner.private_files import append_rows
 from tuneloop.runner.rewards.reply import ChatMessage, Reply, calls_of, chat_messages, plain_object, text_of
 
@@ -31,7 +27,7 @@ RECORD_FIELDS = ("messages", "thoughts", "tool_calls", "rewards", "user_feedback
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A run. `messages` are those of its longest conversation, `side_conversations` others that it had.
+    """A run, and its `messages`.
 
     `thoughts` are {step, content}: what stands in a turn of the assistant, counted from 1, beside its calls or as its
     reasoning. `tool_calls` are {tool, args, result}; args are None if they were no JSON object, result is None if there
@@ -49,7 +45,6 @@ class RunRecord:
     run_id: str | None = None
     reply_ids: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
-    side_conversations: tuple[tuple[ChatMessage, ...], ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         """A field by its name, as of a mapping. Raises KeyError where there is none."""
@@ -84,7 +79,7 @@ class RunRecord:
     def to_dict(self) -> dict[str, Any]:
         """A JSON object. What only some records have is left out where this one has none."""
         named = ("conversation_id", *RECORD_FIELDS, "total_reward")
-        more = ("task_id", "run_id", "reply_ids", "tools", "side_conversations")
+        more = ("task_id", "run_id", "reply_ids", "tools")
         row = {name: _json(getattr(self, name)) for name in named}
         return row | {name: _json(getattr(self, name)) for name in more if getattr(self, name)}
 
@@ -163,26 +158,28 @@ def _json(value: object) -> Any:
 
 _Result = TypeVar("_Result")
 
-_runners: dict[threading.Thread, asyncio.Runner] = {}
 _lock = threading.Lock()
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
 
 
-def run_in_thread_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """The coroutine's result, in this thread's loop. Raises RuntimeError where an event loop runs already."""
+def run_in_own_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
+    """The coroutine's result, in the one loop of this process, to which agents' connections stay bound.
+
+    Raises RuntimeError where an event loop runs already.
+    """
     if loop_runs():
         coroutine.close()
         raise RuntimeError("an event loop runs in this thread: await the method that ends in _async")
-    thread = threading.current_thread()
-    ended = []
     with _lock:
-        if thread not in _runners:
-            ended = [_runners.pop(each) for each in list(_runners) if not each.is_alive()]
-            # A runner that is told how to make its loop leaves the one alone that a program has set for the thread.
-            _runners[thread] = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        runner = _runners[thread]
-    for each in ended:
-        each.close()
-    return runner.run(coroutine)
+        if (loop := _loops.get(os.getpid())) is None:  # A forked child's is another: the thread is its parent's.
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, daemon=True, name="tuneloop-agents").start()
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        future.cancel()
+        raise
 
 
 def loop_runs() -> bool:
@@ -192,33 +189,6 @@ def loop_runs() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-@atexit.register
-def _close_all() -> None:
-    while _runners:
-        _, runner = _runners.popitem()
-        if not runner.get_loop().is_running():  # in a daemon thread
-            # From Python 3.12 on no thread begins now, such as the one that would wait for those of `to_thread`: they
-            # have ended, and the loop is closed all the same.
-            with suppress(RuntimeError):
-                runner.close()
-
-
-def _forget_all() -> None:
-    """In a forked child: closed here, or freed, a loop would take its descriptors from the parent's selector."""
-    global _lock
-    _lock = threading.Lock()
-    if _runners:
-        import ctypes
-
-        for runner in _runners.values():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(runner.get_loop()))
-        _runners.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
-    os.register_at_fork(after_in_child=_forget_all)
 
 
 def in_daemon_thread(work: Callable[[], _Result]) -> asyncio.Future[_Result]:
@@ -329,8 +299,8 @@ class DataCollector:
         user_feedback: Mapping[str, Any] | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> RunRecord:
-        """Run an agent, AgentScope's or a function of the text, in this thread's event loop, and record it."""
-        return run_in_thread_loop(self.collect_async(agent, user_input, user_feedback, rewards))
+        """Run an agent, AgentScope's or a function of the text, in an event loop of its own, and record it."""
+        return run_in_own_loop(self.collect_async(agent, user_input, user_feedback, rewards))
 
     async def collect_async(
         self,
@@ -339,7 +309,7 @@ class DataCollector:
         user_feedback: Mapping[str, Any] | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> RunRecord:
-        """The same in an event loop; an agent that is no coroutine function blocks it."""
+        """The same in an event loop; an agent that is no coroutine function runs in a thread."""
         turns = await _run_agent(agent, user_input)
         with self.run() as run:
             run.add(*turns)
@@ -363,7 +333,9 @@ async def _run_agent(agent: Any, user_input: str) -> list[object]:
     question: object = user_input
     if module is not None:
         question = module.Msg(name="user", content=[module.TextBlock(type="text", text=user_input)], role="user")
-    answer = agent(question)
+    called = getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__ is async
+    is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(called)
+    answer = agent(question) if is_async else await in_daemon_thread(lambda: agent(question))
     if inspect.isawaitable(answer):
         answer = await answer
     if remember and len(remembered := await remember()) > before:
@@ -392,71 +364,3 @@ def _memory_of(agent: Any) -> Callable[[], Any] | None:
 
         return read_state
     return None
-
-
-_WORDS = frozenset({"comment", "demonstration", "label"})
-
-
-def records_of_export(path: Path) -> Iterator[RunRecord]:
-    """The runs in a file of `tuneloop export --format experiences` (JSON lines), in their order.
-
-    Replies without a run are a record each. `rewards` are the numbers that were said of the run or its replies by
-    metric, each source's last, the mean over sources; where anybody rated the run, of that alone. `total_reward` is the
-    ledger's of the last reply that has one; thumbs, labels, comments and edited answers are `user_feedback`. Raises
-    LogRefused.
-    """
-    return _records(read_export(path))
-
-
-def records_of_service(
-    url: str, *, task_id: str | None = None, run_id: str | None = None, api_key: str | None = None
-) -> Iterator[RunRecord]:
-    """The runs in the stored completions of a service, by their requests' metadata. Raises ServiceRefused."""
-    labels = {"task_id": task_id, "run_id": run_id}
-    metadata = {name: value for name, value in labels.items() if value is not None}
-    return _records(read_stored_completions(url, api_key=api_key, metadata=metadata))
-
-
-def _records(exchanges: Iterable[LoggedExchange]) -> Iterator[RunRecord]:
-    runs: dict[str, list[LoggedExchange]] = defaultdict(list)
-    for each in exchanges:
-        runs[each.conversation].append(each)
-    for conversation, calls in runs.items():
-        longest, *others = merge_calls(calls)
-        events = {str(event["event_id"]): event for call in calls for event in call.feedback if "event_id" in event}
-        rewards, feedback = _feedback(events.values())
-        totals = [each.reward for each in calls if each.reward is not None]
-        offered = [(each.get("function") or each).get("name") for call in calls for each in call.tools]
-        yield (
-            RunRecord.of_messages(
-                conversation,
-                longest,
-                side_conversations=tuple(others),
-                rewards=rewards,
-                total_reward=totals[-1] if totals else None,
-                user_feedback=feedback,
-                task_id=calls[0].labels.get("task_id"),
-                run_id=calls[0].labels.get("run_id"),
-                reply_ids=tuple(each.exchange_id for each in calls),
-                tools=tuple(dict.fromkeys(str(name) for name in offered if name)),
-            )
-        )
-
-
-def _feedback(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, Any]]:
-    """The numbers by metric, and what else was said, each source's last word."""
-    numbers: dict[tuple[str, bool], dict[object, float]] = defaultdict(dict)
-    words: dict[str, Any] = {}
-    for event in sorted(events, key=lambda each: float(each.get("received_at") or 0.0)):
-        kind, metric, value = event.get("kind"), str(event.get("metric")), event.get("value")
-        said = numbers[metric, event.get("msg_id") is None]
-        if kind == "number" and isinstance(value, int | float):
-            said[event.get("source")] = float(value)
-        elif kind == "boolean":
-            words["thumb" if metric == "reward" else metric] = bool(value)
-        elif kind in _WORDS:
-            words[metric if metric != "reward" else str(kind)] = event.get("text")
-        elif kind == "retraction":
-            said.pop(event.get("source"), None)
-    ordered = sorted(numbers.items(), key=lambda each: each[0][1])  # the run's own last
-    return {metric: fmean(values.values()) for (metric, _), values in ordered if values}, words

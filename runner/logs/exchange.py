@@ -4,7 +4,7 @@ import codecs
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class LoggedExchange:
     `source` is its kind (`tuneloop`, `openai`, `studio`), `place` the file or URL, and `exchange_id` its name
     there. Exchanges with one `conversation` may continue each other. `train` is False where somebody said that it must
     not be trained on. `target`: the reply is an answer as it should be, not just what a model said. `at` is in seconds
-    since 1970. `feedback` are the events on it, in the order in which they count, where the source has them.
+    since 1970.
     """
 
     source: str
@@ -84,7 +84,6 @@ class LoggedExchange:
     train: bool = True
     target: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
-    feedback: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def transcript(self) -> tuple[ChatMessage, ...]:
@@ -200,13 +199,3 @@ def essence_of(messages: Sequence[ChatMessage]) -> list[str]:
         )
         for each in messages
     ]
-
-
-def merge_calls(exchanges: Iterable[LoggedExchange]) -> list[tuple[ChatMessage, ...]]:
-    """The conversations in the calls of a run, the longest first: one that another begins with is part of that."""
-    found: list[tuple[list[str], tuple[ChatMessage, ...]]] = []
-    for transcript in sorted((each.transcript for each in exchanges), key=len, reverse=True):
-        essence = essence_of(transcript)
-        if not any(longer[: len(essence)] == essence for longer, _ in found):
-            found.append((essence, transcript))
-    return [transcript for _, transcript in found]

@@ -160,7 +160,6 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
             at=optional_number(row.get("sampled_at")),
             train=reason not in _KEPT_OUT and may_train(request),
             target=bool(demonstration),
-            feedback=objects(row.get("feedback")),
             **common | {"exchange_id": common["exchange_id"] + many},
         )
     if "prompt" in row:

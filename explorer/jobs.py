@@ -1,7 +1,7 @@
 """Fine-tuning jobs, in the explorer that leads: files are checked, and `reinforcement` is run as a client of ours."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -22,6 +22,7 @@ from tuneloop.shared.errors import (
     LedgerUnavailable,
     PolicyRefused,
     RequestRefused,
+    TuneloopError,
 )
 from tuneloop.shared.experience import JobState, State, VersionState, steady_clock
 from tuneloop.shared.finetuning.graders import AskModel, ModelSample, check_grader, grade
@@ -128,6 +129,9 @@ class LineChecks:
 #: Until a job is tried again whose service does not answer.
 _PAUSE_S = 5.0
 
+#: A job fails whose model is not found for so long: a policy that was just made may be unknown for a moment.
+_MISSING_S = 600.0
+
 #: Requests of a job that are in flight at once, and the prompts of a validation file that are asked.
 _CONCURRENT, _VALIDATED = 16, 256
 
@@ -142,6 +146,10 @@ _BATCH_TIMEOUT_S = 2.0
 _EVENTS = 500
 
 Wait = Callable[[float], Awaitable[bool]]
+
+
+class _NotFound(EngineError):
+    pass
 
 
 class ReinforcementJobs:
@@ -159,6 +167,8 @@ class ReinforcementJobs:
         self._tokens = TokenSigner(load_key(settings.job_dir / KEY))
         self._driving: dict[str, asyncio.Task[None]] = {}
         self._reasons: dict[str, str] = {}
+        #: Since when, by the loop's time, a job gets no other answer than 404.
+        self._missing: dict[str, float] = {}
 
     async def run(self) -> None:
         try:
@@ -179,10 +189,15 @@ class ReinforcementJobs:
                 self._driving[job.id] = asyncio.create_task(self._drive(job))
 
     async def _stop(self, names: Collection[str]) -> None:
-        tasks = [self._driving.pop(name) for name in [*names]]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancel each once, and wait for it: cancelled twice, it would leave connections open."""
+        tasks = {name: self._driving[name] for name in names}
+        for task in tasks.values():
+            if not task.cancelling():
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks.values())
+        for name in tasks:
+            del self._driving[name]
 
     async def _drive(self, job: Job) -> None:
         def open_client(policy: int) -> httpx.AsyncClient:
@@ -194,11 +209,19 @@ class ReinforcementJobs:
             limits, timeout_s = httpx.Limits(max_connections=_CONCURRENT), self._settings.explorer.request_timeout
             return httpx.AsyncClient(base_url=self._find_url(), auth=sign, timeout=timeout_s, limits=limits)
 
+        run: JobRun | None = None
         try:
             # The model's own name means the job's policy to the one, and the default policy to graders.
             async with open_client(job.policy) as client, open_client(0) as graders:
-                await JobRun(job, self._settings, self._ledger, client, graders, self._wait).run()
+                run = JobRun(job, self._settings, self._ledger, client, graders, self._wait)
+                await run.run()
         except (LedgerUnavailable, EngineError) as error:
+            now = asyncio.get_running_loop().time()
+            if not isinstance(error, _NotFound) or (run and run.has_stepped):
+                self._missing.pop(job.id, None)
+            elif now - self._missing.setdefault(job.id, now) >= _MISSING_S:
+                await self._fail(job, error)
+                return
             log.warning("reinforcement_put_off", job=job.id, reason=str(error))
             if isinstance(error, EngineError) and self._reasons.get(job.id) != str(error):
                 self._reasons[job.id] = str(error)
@@ -206,15 +229,18 @@ class ReinforcementJobs:
                 await asyncio.to_thread(note)
             await asyncio.sleep(_PAUSE_S)
         except (FileRefused, JobRefused, PolicyRefused, RequestRefused) as error:
-            failed = {"code": "job_failed", "message": str(error), "param": None}
-            change = partial(self._ledger.jobs.change, job.id, JobState.FAILED, f"The job failed: {error}")
-            try:
-                await asyncio.to_thread(partial(change, error=failed))
-            except JobRefused:  # it was cancelled meanwhile
-                log.info("reinforcement_not_failed", job=job.id, reason=str(error))
+            await self._fail(job, error)
         except Exception:
             log.exception("reinforcement_failed", job=job.id)
             await asyncio.sleep(_PAUSE_S)
+
+    async def _fail(self, job: Job, error: TuneloopError) -> None:
+        failed = {"code": "job_failed", "message": str(error), "param": None}
+        change = partial(self._ledger.jobs.change, job.id, JobState.FAILED, f"The job failed: {error}", error=failed)
+        try:
+            await asyncio.to_thread(change)
+        except JobRefused:  # it was cancelled meanwhile
+            log.info("reinforcement_not_failed", job=job.id, reason=str(error))
 
 
 class JobRun:
@@ -233,6 +259,7 @@ class JobRun:
         self._grader, self._asked = check_grader(job.grader), dict(job.hyperparameters)
         self._line = ledger.versions.of(job.policy)
         self._refused: dict[int, str] = {}
+        self.has_stepped = False
 
     async def run(self) -> None:
         """Do its steps.
@@ -265,6 +292,7 @@ class JobRun:
                 done["valid_mean_reward"] = valid = await self._validate(job.validation_file)
                 message += f", validation mean reward={valid:.4f}"
             await asyncio.to_thread(partial(ledger.jobs.note, job.id, message, data=done))
+            self.has_stepped = True
         champion = await asyncio.to_thread(self._line.champion)
         if champion.begins:
             raise JobRefused("no step changed the model: the samples of each prompt always had the same reward")
@@ -414,17 +442,16 @@ async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> di
     message = str((found.get("error") or {}).get("message"))
     if answer.status_code in _REFUSALS:
         raise RequestRefused(message, status=answer.status_code)
-    raise EngineError(message)
+    raise (_NotFound if answer.status_code == 404 else EngineError)(message)
 
 
-async def gather(*parts: Awaitable[_T]) -> list[_T]:
-    tasks = [asyncio.ensure_future(each) for each in parts]
+async def gather(*parts: Coroutine[Any, Any, _T]) -> list[_T]:
     try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for each in tasks:
-            each.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in parts]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [each.result() for each in tasks]
 
 
 def asking(client: httpx.AsyncClient) -> AskModel:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import structlog
 
@@ -49,6 +49,9 @@ _NO_ROOM = (
     "no engine runs beside the others: versions are taken up one engine after the other, and requests wait where there "
     "is but one. Give it room, or write explorer.rollout_model.spare_place: false"
 )
+_Key = TypeVar("_Key")
+_Found = TypeVar("_Found")
+
 #: Raises EngineError or CheckpointRejected unless an engine is what it should be.
 Prove = Callable[[Engine], Awaitable[None]]
 
@@ -98,7 +101,7 @@ class KnownProbes:
     async def of(self, engine: Engine) -> tuple[Version, Probe]:
         number = engine.version
         async with self._describing:
-            if (known := self._known.get(number)) is None:
+            if (known := _recall(self._known, number)) is None:
                 version = await asyncio.to_thread(self._ledger.versions.get, number)
                 if version is None:
                     raise LedgerError(f"version {number} is unknown")
@@ -108,7 +111,7 @@ class KnownProbes:
 
     async def prove(self, engine: Engine, version: Version) -> None:
         """Raise CheckpointRejected unless an engine has a version's weights, as far as these are known by anything."""
-        known = self._known.get(version.version)
+        known = _recall(self._known, version.version)
         if known is None and not version.is_base:
             known = version, await _probe_of(version, engine)
             self._keep(known)
@@ -120,6 +123,13 @@ class KnownProbes:
         if len(self._known) > _REMEMBERED:
             # What the base model is known by cannot be found out again, once an engine may have other weights.
             del self._known[next(number for number in self._known if number)]
+
+
+def _recall(known: dict[_Key, _Found], key: _Key) -> _Found | None:
+    """What is known of a key, which is forgotten last by that."""
+    if (found := known.pop(key, None)) is not None:
+        known[key] = found
+    return found
 
 
 async def _probe_of(version: Version, engine: Engine) -> Probe:
@@ -275,7 +285,7 @@ async def is_away(version: Version, verifier: Verifier, ledger: Ledger, error: E
 
 def known_fingerprints(version: Version) -> Fingerprints:
     """What a version's files hold, as the verifier found it; empty where they have no fingerprint."""
-    return _OF_BASES.get(version.path, (None, {}))[1] if version.is_base else _FINGERPRINTS.get(version.path, {})
+    return _OF_BASES.get(version.path, (None, {}))[1] if version.is_base else _recall(_FINGERPRINTS, version.path) or {}
 
 
 def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:

@@ -486,8 +486,8 @@ def test_bodies_are_read_in_every_encoding_and_no_other(explorer: RunningExplore
         packed = gzip.compress(json.dumps(body).encode())
         answer = explorer.http.post(path, content=packed, headers={"content-encoding": "gzip"})
         assert answer.status_code in {200, 207}, answer.text
-        refused = explorer.http.post(path, content=packed, headers={"content-encoding": "br"})
-        assert (refused.status_code, "br" in refused.json()["error"]["message"]) == (415, True)
+        refused = explorer.http.post(path, content=packed, headers={"content-encoding": "lzma"})
+        assert (refused.status_code, "lzma" in refused.json()["error"]["message"]) == (415, True)
     assert rewards(explorer) == [1.0]
 
 

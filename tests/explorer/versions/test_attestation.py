@@ -274,7 +274,8 @@ class Known:
 async def test_what_is_served_is_proven_by_its_fingerprint_however_many_candidates_were_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_REMEMBERED", 2)
+    monkeypatch.setattr(loading, "_REMEMBERED", 3)
+    monkeypatch.setattr(loading, "_FINGERPRINTS", {})
     ledger = open_ledger(settings := settings_for(tmp_path))
     verifier, probes = Verifier.of(settings), KnownProbes(ledger)
     base, served = Known(0), Known(1)
@@ -288,5 +289,5 @@ async def test_what_is_served_is_proven_by_its_fingerprint_however_many_candidat
     await probes.prove(served, ledger.versions.all()[1])  # type: ignore[arg-type]
     assert served.proven_by[-1].fingerprints
     assert base.described == 1
-    assert len(probes._known) == 2
+    assert len(probes._known) == 3
     ledger.close()

@@ -110,7 +110,6 @@ class _Service:
         return self.process is None and self.starts_at is None
 
     def start(self) -> None:
-        """Start it, and count that."""
         self.process = start_child(self.command)
         self.started_at, self.starts_at = time.monotonic(), None
         self.starts += 1

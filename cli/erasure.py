@@ -74,8 +74,6 @@ class Person(NamedTuple):
 
 
 class FileErasure(NamedTuple):
-    """The result for a file: the rows removed and those left, and what could not be done."""
-
     path: str
     removed: int = 0
     left: int = 0

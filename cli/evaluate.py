@@ -46,16 +46,12 @@ class AskedVersion(NamedTuple):
 
 
 class ScoredAnswer(NamedTuple):
-    """A version's reply to a task, and its score from 0 to 1; a `failure` has neither."""
-
     text: str
     score: float
     failure: str = ""
 
 
 class ComparedTask(NamedTuple):
-    """A task, and each version's answer to it, in the versions' order."""
-
     task: Task
     answers: list[ScoredAnswer]
 
@@ -70,7 +66,6 @@ class VersionScore(NamedTuple):
 
     @property
     def is_worse(self) -> bool:
-        """Whether it is worse than the first version, with more certainty than chance."""
         return (interval := self.difference.interval) is not None and interval[1] < 0
 
 
@@ -96,7 +91,6 @@ class TaskComparison(NamedTuple):
 
     @property
     def scores(self) -> list[VersionScore]:
-        """Those of all tasks first, then of each slice."""
         whole = [each for each in self.answered if not any(answer.failure for answer in each.answers)]
         slices = sorted({each.task.slice for each in whole if each.task.slice})
         found = []

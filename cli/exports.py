@@ -74,7 +74,6 @@ def sft(
 
 
 def kto(reply: ExportedReply, *, everything: bool = False) -> Row | str:
-    """An answer and whether more people put their thumbs up than down."""
     if reason := _why_unusable(reply) or _why_no_answer(reply, everything):
         return reason
     said = [event for event in current_feedback(reply) if event.kind == Kind.BOOLEAN]
@@ -100,7 +99,6 @@ def dpo_of_edit(reply: ExportedReply) -> Row | str:
 
 
 def dpo_of_two(better: ExportedReply, worse: ExportedReply, *, source: str, events: Iterable[Any]) -> Row | str:
-    """One reply against another to the same prompt; `events` say which is better."""
     if reason := _why_unusable(better) or _why_unusable(worse) or _why_no_answer(better) or _why_no_answer(worse):
         return reason
     if (_messages(better), _tools(better)) != (_messages(worse), _tools(worse)):
@@ -112,7 +110,6 @@ def dpo_of_two(better: ExportedReply, worse: ExportedReply, *, source: str, even
 
 
 def experience(reply: ExportedReply) -> Row:
-    """Everything that the ledger holds about a reply."""
     prompt_ids, completion_ids, logprobs = reply.numbers
     kept = {
         name: getattr(reply, name)
@@ -157,7 +154,6 @@ def current_preferences(reply: ExportedReply) -> Iterator[Any]:
 
 
 def preference_between(one: ExportedReply, other: ExportedReply) -> Any | None:
-    """The last event that prefers either of the two to the other."""
     events = [
         event
         for a, b in ((one, other), (other, one))
@@ -293,8 +289,6 @@ class ExportRequest(NamedTuple):
 
 
 class ExportResult(NamedTuple):
-    """The rows in the file, and how many were left out, by the reason."""
-
     rows: int
     left_out: Counter[str]
 
@@ -361,7 +355,6 @@ def _replies(ledger: Ledger, request: ExportRequest) -> Iterator[ExportedReply]:
 
 
 def _preferred_pairs(ledger: Ledger, request: ExportRequest) -> Iterator[Row | str]:
-    """Pairs by an edited answer, or by a preference."""
     for page in ledger.exports.replies(request.selection):
         msg_ids = {event.other_msg_id for reply in page for event in reply.events if event.kind == Kind.PREFERENCE}
         others: dict[tuple[str, int | None], ExportedReply] = {}  # by msg_id and choice; without a choice, the first

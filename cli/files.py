@@ -29,8 +29,6 @@ Row = dict[str, Any]
 
 
 class Format(StrEnum):
-    """What an exported file is for."""
-
     SFT = "sft"
     DPO = "dpo"
     KTO = "kto"

@@ -67,8 +67,6 @@ Choice = Annotated[int, msgspec.Meta(ge=0, lt=1 << 15)]
 
 
 class ImportedFeedback(msgspec.Struct, kw_only=True):
-    """A feedback event of an exported experience."""
-
     event_id: Short
     call_id: Short
     kind: Kind
@@ -175,8 +173,6 @@ class ExperienceRow(msgspec.Struct, kw_only=True):
 
 
 class ConversationMessage(msgspec.Struct, kw_only=True):
-    """A message of a plain conversation; its other fields are kept unread."""
-
     role: str
     content: str | list[Any] | None = None
     tool_calls: list[Any] | None = None

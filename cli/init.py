@@ -55,7 +55,6 @@ _THOUGHTS = ("<think>", "enable_thinking", "[THINK]", "reasoning_content", "<|ch
 
 
 def parsers_of(shape: ModelShape) -> Parsers:
-    """The parsers for a model whose chat template knows tools, or thoughts."""
     names = sorted((name for name in FAMILIES if shape.family.startswith(name)), key=len)
     known = FAMILIES[names[-1]] if names else _OTHERS
     thinks = any(each in shape.template for each in _THOUGHTS)
@@ -77,8 +76,6 @@ _SHARES, _WHOLE = (0.4, 0.3, 0.25, 0.2, 0.15), 0.9
 
 
 class Setup(NamedTuple):
-    """What a settings file is made of."""
-
     shape: ModelShape
     where: Path
     gpus: int

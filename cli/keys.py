@@ -130,7 +130,6 @@ def audit(config: ConfigOption, set_: SetOption = None, last: _Last = 50, for_pr
 
 
 def key_report(key: AccessKey) -> dict[str, object]:
-    """A key as programs see it: all but its hash."""
     report: dict[str, object] = msgspec.to_builtins(key)
     del report["digest"]
     return report

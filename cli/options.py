@@ -68,7 +68,6 @@ def echo_json(value: object) -> None:
 
 
 def tell(value: object, *lines: str, for_programs: bool) -> None:
-    """Print a value for programs, or else lines for people."""
     echo_json(value) if for_programs else echo("\n".join(lines))
 
 

@@ -72,7 +72,6 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
 
 
 def sentence_of_tune(config: Path) -> str:
-    """How to run the tasks that a file names."""
     return f"{config} names tasks, and with `tuneloop run` nothing will ask for replies: tuneloop tune {config}"
 
 

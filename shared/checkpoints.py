@@ -138,7 +138,6 @@ def goes(name: str) -> bool:
 
 
 def leaves(top: Path) -> list[Path]:
-    """Everything below `top` that is not a folder, links to folders included."""
     return sorted(path for path in top.rglob("*") if path.is_symlink() or not path.is_dir())
 
 
@@ -146,8 +145,6 @@ Kind = Literal["full", "lora"]
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a checkpoint: its path below the folder, its size in bytes, its sha256."""
-
     path: str
     size: int
     sha256: str
@@ -348,8 +345,6 @@ _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR}
 
 
 class CheckpointStore:
-    """The checkpoints of one experiment, below `job_dir`."""
-
     def __init__(self, job_dir: Path, *, mode: int = 0o600) -> None:
         self._root = job_dir
         self._mode, self._folder_mode = mode, mode | (mode & 0o444) >> 2

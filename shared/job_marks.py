@@ -42,8 +42,6 @@ TRAFFIC_S = 0.2
 
 
 class Registered(msgspec.Struct, frozen=True):
-    """The newest version and epoch that were registered; 0 before the first."""
-
     version: int = 0
     epoch: int = 0
 
@@ -58,8 +56,6 @@ class StepRules(msgspec.Struct, frozen=True):
 
 
 class Restoring(msgspec.Struct, frozen=True):
-    """The backup that is being restored, and since when (seconds since 1970)."""
-
     backup: str
     since: float
 
@@ -90,7 +86,6 @@ def note_registered(job_dir: Path, version: int, epoch: int) -> None:
 
 
 def registration_stamp(job_dir: Path) -> tuple[int, int]:
-    """What changes when a version or an epoch is registered."""
     try:
         found = (job_dir / _REGISTERED).stat()
     except OSError:
@@ -139,7 +134,6 @@ def touch_traffic(job_dir: Path) -> None:
 
 
 def traffic_stamp(job_dir: Path) -> int:
-    """What changes whenever `touch_traffic` is called; 0 before the first time."""
     return _stamp_of(job_dir / _TRAFFIC)
 
 
@@ -148,7 +142,6 @@ def touch_committed(job_dir: Path) -> None:
 
 
 def committed_stamp(job_dir: Path) -> int:
-    """What changes whenever `touch_committed` is called; 0 before the first time."""
     return _stamp_of(job_dir / _COMMITTED)
 
 
@@ -170,7 +163,6 @@ class MarkLock:
         return self._file.fileno()
 
     def take(self) -> bool:
-        """Whether it is ours now; at once."""
         return self._try(fcntl.LOCK_EX)
 
     def is_held_by_another(self) -> bool:

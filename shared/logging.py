@@ -63,7 +63,6 @@ def clean_errors(clean: Callable[[str], str]) -> None:
 
 
 def clean_error(error: object) -> str:
-    """What an error tells, as it may be written."""
     return _CLEANER.clean(str(error))
 
 

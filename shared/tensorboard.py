@@ -83,7 +83,6 @@ def _point(step: int, name: str, value: float) -> bytes:
 
 
 def _record(event: bytes) -> bytes:
-    """A TFRecord of the event, at the present time."""
     event = b"\x09" + struct.pack("<d", time.time()) + event
     length = struct.pack("<Q", len(event))
     return length + _checksum(length) + event + _checksum(event)

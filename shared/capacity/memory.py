@@ -288,7 +288,6 @@ def with_trainer(settings: Settings, **values: object) -> Settings:
 
 
 def gpu_memory() -> int | None:
-    """Bytes of the smallest NVIDIA GPU here; None if nvidia-smi does not say."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout

@@ -52,7 +52,6 @@ class TrainerPace(NamedTuple):
 
 
 def note_version(job_dir: Path, version: VersionPace) -> None:
-    """Write a version down, and forget those that are too old. Raises OSError."""
     file = _file(job_dir)
     make_below(file.parent)
     draft = file.with_suffix(".tmp")

@@ -42,7 +42,6 @@ class TaskReply(NamedTuple):
 
 
 def figures_on(figures: tuple[Figure, ...], fingerprint: int) -> tuple[Figure, ...]:
-    """The figures if they are of the tasks with that fingerprint, else none."""
     evaluated_tasks = next((each.value for each in figures if each.metric == TASKS), None)
     return figures if evaluated_tasks == fingerprint else ()
 

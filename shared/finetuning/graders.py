@@ -63,8 +63,6 @@ AskModel = Callable[[dict[str, Any]], Awaitable[str]]
 
 
 class ModelSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A reply, and the line of the file that it answers."""
-
     text: str
     item: dict[str, Any]
     tools: list[dict[str, Any]] = []

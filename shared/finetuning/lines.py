@@ -276,7 +276,6 @@ def _check_message(message: Mapping[str, Any], at: str) -> None:
 
 
 def _check_call(call: object, at: str, named: Collection[str]) -> str:
-    """The id of a call of a tool that there is."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
         raise _Mistake(f"{at} must be of type function, with a function")

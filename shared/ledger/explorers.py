@@ -70,7 +70,6 @@ class Explorers(LedgerPart):
         return [each for each in self.all() if each.up(now)]
 
     def hosts(self) -> set[str]:
-        """The machines of explorers and of a trainer that run."""
         since = self._clock() - SEEN_S
         trainers = select(epochs.c.trainer).where(epochs.c.ended_at.is_(None), epochs.c.seen_at > since)
         names = trainers.union(select(explorers.c.name).where(explorers.c.seen_at > since))

@@ -67,7 +67,6 @@ class ExportedReply:
 
     @property
     def numbers(self) -> tuple[Int32s, Int32s, Float32s]:
-        """Prompt ids, completion ids and log-probabilities."""
         return codec.from_blob(self.blob)
 
     def is_subject_of(self, event: Any) -> bool:
@@ -78,8 +77,6 @@ class ExportedReply:
 
 
 class Ranked(NamedTuple):
-    """Replies with their rewards and the digests of their prompts."""
-
     ids: "np.ndarray[Any, np.dtype[np.int64]]"
     rewards: "np.ndarray[Any, np.dtype[np.float64]]"
     prompts: "np.ndarray[Any, np.dtype[np.uint64]]"
@@ -122,7 +119,6 @@ class Exports(LedgerPart):
             last = rows[-1].id
 
     def rewards_of(self, msg_ids: Collection[str]) -> dict[tuple[str, int], float | None]:
-        """The rewards of those of these replies that are there, by msg_id and choice."""
         query = select(experiences.c.msg_id, experiences.c.choice, experiences.c.reward)
         rows = find(self._read, query.order_by(experiences.c.correction), experiences.c.msg_id, msg_ids)
         return {(row.msg_id, row.choice): row.reward for row in rows}

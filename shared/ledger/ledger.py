@@ -93,7 +93,6 @@ class Ledger:
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """The ledger of an experiment, whose schema must be there."""
         schema = settings.buffer.trainer_input.experience_buffer.name
         engine = connect(settings.database_url, schema=schema)
         return cls(

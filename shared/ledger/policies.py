@@ -105,7 +105,6 @@ class Policies(LedgerPart):
         return found
 
     def set_options(self, number: int, options: Mapping[str, Any]) -> None:
-        """Give it other options, which count from its next batch on."""
         with self._write() as connection:
             changed = {"settings": msgspec.json.encode(options).decode()}
             connection.execute(update(policies).where(policies.c.id == number).values(changed))
@@ -202,7 +201,6 @@ def drop_waiting(connection: Connection) -> None:
 
 
 def _copy(connection: Connection, version: int, policy: int, state: VersionState, decision: Decision) -> int:
-    """Register the weights of a version as the next one of a policy; its number."""
     row = connection.execute(select(versions).where(versions.c.version == version)).one()
     begins = state is VersionState.CHAMPION
     same = {name: getattr(row, name) for name in ("path", "manifest_sha256")}

@@ -44,7 +44,6 @@ class RaterDecision(NamedTuple):
 
 class Raters(RewardsPart):
     def all(self) -> list[RaterStatus]:
-        """Those in quarantine, then the others of whom there is something among the newest feedback."""
         rows = self._read(_COUNTS.group_by(_NEWEST.c.tenant, _NEWEST.c.source))
         events = {(row.tenant, row.name): row.events for row in rows}
         columns = (raters.c.tenant, raters.c.name, raters.c.reason)

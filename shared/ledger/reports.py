@@ -69,8 +69,6 @@ class VersionReward(NamedTuple):
 
 
 class FirstReply(NamedTuple):
-    """A request, as the client's JSON, and the text of the first choice of its reply."""
-
     request: bytes
     text: str
 
@@ -111,7 +109,6 @@ class Reports(LedgerPart):
                 connection.execute(FOLD)
 
     def rewards(self) -> list[VersionReward]:
-        """How each version's replies were first rewarded, oldest version first."""
         sums = [func.sum(_counted[name]) for name in ("rows", "rewarded", "reward_sum")]
         query = select(_counted.version, *sums).where(~_counted.corrects).group_by(_counted.version)
         rows = self._read(query.having(sums[0] > 0).order_by(_counted.version))

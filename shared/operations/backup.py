@@ -78,8 +78,6 @@ class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestoreResult(NamedTuple):
-    """What was put back, and the number that the next version gets."""
-
     backup: BackupManifest
     next_version: int
 

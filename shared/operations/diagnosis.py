@@ -116,8 +116,6 @@ OF_TRAINERS = (Code.TRAINER_STUCK, Code.VERSIONS_REJECTED)
 
 
 class Reason(NamedTuple):
-    """One reason, and what to do about it."""
-
     code: Code
     sentence: str
 
@@ -176,7 +174,6 @@ def find_silent_trainer(ledger: LedgerFacts, now: float) -> str | None:
 
 
 def diagnose(facts: Facts) -> list[Reason]:
-    """Every reason that holds, the first to be cured first."""
     reasons = [Reason(Code(stop.code), stop.sentence) for stop in facts.stops if stop.code != Code.DATABASE_REFUSES]
     outbox, ledger = facts.outbox, facts.ledger
     if outbox.refusal is not None:

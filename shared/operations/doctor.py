@@ -344,7 +344,6 @@ def as_json(report: DoctorReport) -> Mapping[str, object]:
 
 
 def find_open_versions(ledger: Ledger, settings: Settings) -> tuple[OpenVersion, ...]:
-    """The pinned version, the canary and the waiting candidate; nothing is changed."""
     pinned, canary, candidate = ledger.versions.pinned_version(), ledger.versions.canary(), ledger.versions.candidate()
     holding = [
         f"the alarm {each.name} holds, since {moment(each.raised_at)}"

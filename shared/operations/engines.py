@@ -55,7 +55,6 @@ _VIEW = TypeAdapter(ExplorerView)
 
 
 def explorer_url(settings: Settings) -> str:
-    """Where an explorer on this machine listens, as the settings say."""
     address = _OWN.get(settings.explorer.listen_address, settings.explorer.listen_address)
     host = f"[{address}]" if ":" in address else address
     return f"http://{host}:{settings.explorer.proxy_port}"

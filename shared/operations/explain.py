@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tuneloop.shared.experience import State, VersionState
-from tuneloop.shared.ledger.browsing.exchange_view import ReplyHistory, RowHistory
+from tuneloop.shared.ledger.browsing.exchange_view import ReplyHistory, ReplyView
 from tuneloop.shared.ledger.export import NO_ANSWER
 from tuneloop.shared.ledger.facts import Facts, Rules
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
@@ -157,7 +157,7 @@ class _Explainer:
         self._ledger, self._history, self._outbox = ledger, history, outbox
         self._settings, self._sees_all = settings, sees_all
 
-    def explain_row(self, row: RowHistory) -> ReplyExplanation:
+    def explain_row(self, row: ReplyView) -> ReplyExplanation:
         policy = self._ledger.policies.get(row.policy)
         settings = settings_of_policy(self._settings, policy.settings) if policy.id else self._settings
         self._batch_rules, self._rules = BatchRules.of(settings, policy.id), Rules.of(settings, policy.id)
@@ -204,7 +204,7 @@ class _Explainer:
             ],
         )
 
-    def _explain_event(self, event: Any, fate: EventFate, row: RowHistory) -> FeedbackExplanation:
+    def _explain_event(self, event: Any, fate: EventFate, row: ReplyView) -> FeedbackExplanation:
         preferred_other = event.other_msg_id == self._history.msg_id and event.msg_id != self._history.msg_id
         about = "about its run" if event.msg_id is None else "preferring another reply" if preferred_other else ""
         says = f"{event.kind} {event.metric}" if event.kind != event.metric else event.metric
@@ -230,7 +230,7 @@ class _Explainer:
         fields = (event.id, event.received_at, event.kind, event.metric, event.source, event.outcome)
         return FeedbackExplanation(*fields, fate.fate.value, fate.value, fate.part, sentence)
 
-    def _explain_state(self, row: RowHistory) -> Iterator[str]:
+    def _explain_state(self, row: ReplyView) -> Iterator[str]:
         if row.committed_at is not None:
             yield f"committed at {_when(row.committed_at)}"
         if row.state is State.LEASED:
@@ -245,7 +245,7 @@ class _Explainer:
             served = "not served yet" if trained.served_at is None else f"served since {_when(trained.served_at)}"
             yield f"the version, or a later one, is {served}"
 
-    def _find_waits(self, row: RowHistory) -> Iterator[Reason]:
+    def _find_waits(self, row: ReplyView) -> Iterator[Reason]:
         waits = row.state in (State.RECORDED, State.REWARDED, State.COMMITTED)
         if waits and row.unsampled and not self._batch_rules.any_reply:
             yield Reason(Code.NOT_TRAINABLE, f"{self._rules.method} does not train on it: {row.unsampled}")
@@ -271,7 +271,7 @@ class _Explainer:
                 named = f": {', '.join(alarms)}" if self._sees_all else ""
                 yield Reason(Code.PROMOTION_HELD, f"alarms hold its version back{named}")
 
-    def _find_waits_of_committed(self, row: RowHistory) -> Iterator[Reason]:
+    def _find_waits_of_committed(self, row: ReplyView) -> Iterator[Reason]:
         batch_rules, now = self._batch_rules, self._ledger.transactions.time()
         line = self._ledger.versions.of(row.policy).now()
         staleness = sum(row.version_min < each.version <= line.newest for each in line.versions)
@@ -290,7 +290,7 @@ class _Explainer:
                 yield reason if self._sees_all else Reason(reason.code, _WAITS[reason.code])
 
 
-def _explain_reward(row: RowHistory) -> Iterator[str]:
+def _explain_reward(row: ReplyView) -> Iterator[str]:
     if row.rewarded_at is None:
         return
     at = _when(row.rewarded_at)

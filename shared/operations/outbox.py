@@ -15,8 +15,6 @@ from tuneloop.shared.settings.settings import Settings
 
 
 class Retried(NamedTuple):
-    """How many refused records are in the outbox again, and the names of damaged bytes, which are no records."""
-
     records: int
     damaged: list[str]
 

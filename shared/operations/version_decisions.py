@@ -24,8 +24,6 @@ class DecisionRequest(NamedTuple):
 
 
 class DecisionResult(NamedTuple):
-    """The version that was decided about, and the champion after that."""
-
     version: int
     champion: int
 
@@ -55,7 +53,6 @@ def roll_back(ledger: Ledger, version: int | None, request: DecisionRequest) -> 
 
 
 def reject(ledger: Ledger, version: int, request: DecisionRequest) -> DecisionResult:
-    """Say that a candidate, or a version that has retired, must never be served."""
     line, found = _line_of(ledger, version)
     if not request.reason:
         raise VersionRefused("give a reason: a version that is rejected is never served")

@@ -281,8 +281,6 @@ Analyzer = Callable[[str], Iterable[tuple[int, int, str]]]
 
 
 class Span(NamedTuple):
-    """Characters of a text, from `start` to before `end`, and what they were found to be."""
-
     start: int
     end: int
     kind: str
@@ -312,7 +310,6 @@ class Detector:
         return bool(self._finders or self.slow)
 
     def spans(self, text: str) -> list[Span]:
-        """What was found, in order and apart from each other."""
         found = [Span(each[0], each[1], name) for name, finder in self._finders.items() for each in finder(text)]
         for name, pattern in self._patterns.items():
             try:

@@ -81,12 +81,10 @@ class Redactor:
 
     @property
     def slow(self) -> bool:
-        """Whether a record may take longer than an event loop should wait."""
         return self._detector.slow
 
     @property
     def spells_ids(self) -> bool:
-        """Whether it knows which token ids spell what."""
         return self._vocabulary is not None
 
     def __bool__(self) -> bool:
@@ -242,7 +240,6 @@ class _Work:
         self.kinds: list[str] = []
 
     def look(self, value: Any) -> None:
-        """Find what is in a text, or in the texts of a JSON value."""
         new = []
         for each in self._texts(value):  # one by one: what does this at once keeps the interpreter from all others
             if each not in self._found:
@@ -337,7 +334,6 @@ def _load(data: bytes | str | None) -> Any:
 
 
 def _message_of(event: Feedback) -> Any:
-    """The message that an edited answer is the JSON of, None for a text."""
     if event.text is None or not event.text.startswith("{"):
         return None
     try:

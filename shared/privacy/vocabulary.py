@@ -52,8 +52,6 @@ class Vocabulary:
 
 
 class Spelling:
-    """A row of tokens as text, and which of them spell a part of it."""
-
     def __init__(self, pieces: Sequence[bytes]) -> None:
         data = b"".join(pieces)
         self.text = data.decode("utf-8", "surrogateescape")

@@ -41,7 +41,6 @@ def require_folders(settings: Settings) -> None:
 
 
 def named_folders(settings: Settings) -> dict[str, Path]:
-    """The models that the settings name, by the setting."""
     named, distill = {"model.model_path": settings.model.model_path}, settings.algorithm.distill
     if settings.algorithm.algorithm_type == "distill" and distill.teacher_path is not None:
         named["algorithm.distill.teacher_path"] = distill.teacher_path
@@ -165,7 +164,6 @@ def limit_of(settings: Settings) -> ReplyLimit:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is none."""
     with suppress(OSError, ValueError):
         if isinstance(found := json.loads(file.read_bytes()), dict):
             return found

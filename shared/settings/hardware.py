@@ -134,7 +134,6 @@ def users_of_gpus(settings: Settings) -> dict[int, list[str]]:
 
 
 def is_trainer(user: str) -> bool:
-    """Whether a user of a GPU is the trainer, or one of its workers."""
     return user.startswith("trainer")
 
 

@@ -33,7 +33,6 @@ def download_sentence(named: Path) -> str | None:
 
 
 def _cache() -> Path:
-    """Where huggingface_hub keeps what it has downloaded."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{home}/huggingface"
     cache = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"

@@ -50,7 +50,6 @@ class Tracing:
         )
 
     def close(self) -> None:
-        """Send what waits, for some seconds at most."""
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 

@@ -1,9 +1,9 @@
 """One exchange whole: its request, its replies with their log-probabilities, and what was said of them."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import and_, func, or_, select, true
+from sqlalchemy import Select, and_, func, or_, select, true
 
 from tuneloop.shared.experience import Kind, Outcome, State, VersionState
 from tuneloop.shared.ledger.recording.reward_rule import OF_NO_FEEDBACK, rule_of
@@ -24,8 +24,23 @@ from tuneloop.shared.ledger.storage.schema import (
 MAX_EVENTS = 200
 
 
+class TrainedIn(NamedTuple):
+    """The version that was trained on a row; `served_at`: when it, or else a later one, was served first."""
+
+    version: int
+    step: int
+    epoch: int | None
+    trainer: str | None
+    state: VersionState
+    reason: str | None
+    served_at: float | None
+
+
 class ReplyView(NamedTuple):
-    """One choice of the reply. `correction` 0 is the reply as it was sampled; `rule` is the reward rule, as JSON."""
+    """One choice of the reply. `correction` 0 is the reply as it was sampled; `rule` is the reward rule, as JSON.
+
+    `feedback` and `trained` are there in its history alone.
+    """
 
     id: int
     choice: int
@@ -33,8 +48,10 @@ class ReplyView(NamedTuple):
     state: State
     reason: str | None
     reward: float | None
+    edit_similarity: float | None
     version_min: int
     version_max: int
+    policy: int
     temperature: float
     finish_reason: str | None
     text: str
@@ -42,12 +59,17 @@ class ReplyView(NamedTuple):
     completion_tokens: int
     task_id: str | None
     run_id: str | None
+    group_id: int | None
     rewarded_at: float | None
     committed_at: float | None
+    lease_epoch: int | None
     lease_until: float | None
     trained_version: int | None
     unsampled: str | None
     rule: str | None
+    held_to_grammar: bool
+    feedback: FeedbackHistory = FeedbackHistory([], {}, None)
+    trained: TrainedIn | None = None
 
 
 class FeedbackView(NamedTuple):
@@ -82,6 +104,17 @@ class ExchangeView(NamedTuple):
     events: list[FeedbackView]
 
 
+def _replies_of(msg_id: str) -> Select[Any]:
+    columns = (experiences.c[name] for name in ReplyView._fields[: ReplyView._fields.index("rule")])
+    query = select(*columns, reward_rules.c.definition, experiences.c.grammar.is_not(None))
+    query = query.outerjoin_from(experiences, reward_rules, reward_rules.c.id == experiences.c.reward_rule)
+    return query.where(experiences.c.msg_id == msg_id).order_by(experiences.c.choice, experiences.c.correction)
+
+
+def _view_of(row: Any) -> ReplyView:
+    return ReplyView(*row)._replace(state=State(row.state))
+
+
 class TokenView(NamedTuple):
     """The tokens of a reply: ids, and the log-probability that each was sampled with; None if it was not captured."""
 
@@ -97,23 +130,20 @@ class ExchangeViews(LedgerPart):
         changed = changed_metadata.c.msg_id == exchanges.c.msg_id
         query = select(*(exchanges.c[name] for name in names), changed_metadata.c.metadata)
         query = query.outerjoin_from(exchanges, changed_metadata, changed)
-        replies = select(*(experiences.c[name] for name in ReplyView._fields[:-1]), reward_rules.c.definition)
-        replies = replies.outerjoin_from(experiences, reward_rules, reward_rules.c.id == experiences.c.reward_rule)
         about = or_(feedback.c.msg_id == msg_id, feedback.c.other_msg_id == msg_id)
         events = select(*(feedback.c[name] for name in FeedbackView._fields)).where(feedback.c.tenant == tenant, about)
         found, sampled, feedback_events = self._read_together(
             query.where(exchanges.c.msg_id == msg_id, exchanges.c.tenant == tenant),
-            replies.where(experiences.c.msg_id == msg_id).order_by(experiences.c.choice, experiences.c.correction),
+            _replies_of(msg_id),
             events.order_by(feedback.c.received_at.desc(), feedback.c.id.desc()).limit(MAX_EVENTS),
         )
         if not found:
             return None
-        views = [ReplyView(*each)._replace(state=State(each.state)) for each in sampled]
         said = [
             FeedbackView(*each)._replace(kind=Kind(each.kind), outcome=Outcome(each.outcome))
             for each in reversed(feedback_events)
         ]
-        exchange = ExchangeView(*(*found[0], views, said))
+        exchange = ExchangeView(*(*found[0], [_view_of(each) for each in sampled], said))
         return exchange._replace(request=codec.unpack_text(exchange.request))
 
     def tokens(self, tenant: str, msg_id: str, choice: int) -> TokenView | None:
@@ -127,58 +157,12 @@ class ExchangeViews(LedgerPart):
         return TokenView(len(prompt_ids), completion_ids.tolist(), captured, rows[0].text)
 
 
-_ROW = (
-    *("id", "choice", "correction", "state", "reason", "unsampled", "reward", "edit_similarity", "version_min"),
-    *("version_max", "sampled_at", "rewarded_at", "committed_at", "group_id", "lease_epoch", "lease_until"),
-    *("trained_version", "policy"),
-)
-
-
-class TrainedIn(NamedTuple):
-    """The version that was trained on a row; `served_at`: when it, or else a later one, was served first."""
-
-    version: int
-    step: int
-    epoch: int | None
-    trainer: str | None
-    state: VersionState
-    reason: str | None
-    served_at: float | None
-
-
-class RowHistory(NamedTuple):
-    """One choice, or a correction of it. `rule` is the reward rule, as JSON."""
-
-    id: int
-    choice: int
-    correction: int
-    state: State
-    reason: str | None
-    unsampled: str | None
-    reward: float | None
-    edit_similarity: float | None
-    version_min: int
-    version_max: int
-    sampled_at: float
-    rewarded_at: float | None
-    committed_at: float | None
-    group_id: int | None
-    lease_epoch: int | None
-    lease_until: float | None
-    trained_version: int | None
-    policy: int
-    held_to_grammar: bool
-    rule: str | None
-    feedback: FeedbackHistory
-    trained: TrainedIn | None
-
-
 class ReplyHistory(NamedTuple):
     msg_id: str
     endpoint: str
     received_at: float
     engine: int | None
-    rows: list[RowHistory]
+    rows: list[ReplyView]
 
 
 class MissingReply(NamedTuple):
@@ -192,14 +176,11 @@ class ReplyHistories(RewardsPart):
     def get(self, msg_id: str, tenant: str | None = None) -> ReplyHistory | None:
         of_tenant = true() if tenant is None else exchanges.c.tenant == tenant
         columns = (exchanges.c[name] for name in ("msg_id", "endpoint", "received_at", "engine"))
-        row_columns = (*(experiences.c[name] for name in _ROW), experiences.c.grammar.is_not(None))
-        of_rows = select(*row_columns, reward_rules.c.definition).where(experiences.c.msg_id == msg_id)
-        of_rows = of_rows.outerjoin_from(experiences, reward_rules, reward_rules.c.id == experiences.c.reward_rule)
         with self._snapshot() as connection:
             found = connection.execute(select(*columns).where(exchanges.c.msg_id == msg_id, of_tenant)).one_or_none()
             if found is None:
                 return None
-            rows = connection.execute(of_rows.order_by(experiences.c.choice, experiences.c.correction)).all()
+            rows = connection.execute(_replies_of(msg_id)).all()
             own = {row.id: row.definition for row in rows if row.definition not in {None, *OF_NO_FEEDBACK}}
             rules = {id_: rule_of(definition) for id_, definition in own.items()}
             said = read_history(
@@ -214,8 +195,7 @@ class ReplyHistories(RewardsPart):
                 [row] = connection.execute(query.where(versions.c.version == number))
                 trained[number] = TrainedIn(*row)._replace(state=VersionState(row.state))
         histories = [
-            RowHistory._make([*row, said[row.id], trained.get(row.trained_version)])._replace(state=State(row.state))
-            for row in rows
+            _view_of(row)._replace(feedback=said[row.id], trained=trained.get(row.trained_version)) for row in rows
         ]
         return ReplyHistory(*(*found, histories))
 

@@ -77,8 +77,6 @@ class ReplyFilter(NamedTuple):
 
 
 class ReplyRow(NamedTuple):
-    """A reply in the list; `text` is its beginning, `request` the client's JSON."""
-
     id: int
     msg_id: str
     choice: int
@@ -243,8 +241,6 @@ class PromptAnswer(NamedTuple):
 
 
 class AnswerPair(NamedTuple):
-    """Two answers to the same prompt; `request` is the client's JSON of the first."""
-
     request: bytes
     one: PromptAnswer
     other: PromptAnswer
@@ -316,8 +312,6 @@ class SamePrompts(ReplyTexts):
 
 
 class _Digests(NamedTuple):
-    """What is kept of a reply until the two that are shown are known."""
-
     id: int
     msg_id: str
     prompt: bytes

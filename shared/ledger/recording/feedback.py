@@ -126,7 +126,6 @@ class FeedbackQuota:
 
 
 def _things(event: Any) -> Iterator[object]:
-    """The reply or run that an event is about, and the reply that it is preferred to."""
     yield target_of(event)
     if event.other_msg_id is not None:
         yield event.other_msg_id
@@ -308,7 +307,6 @@ def subject_of(event: Any) -> object:
 
 
 def content_of(event: Any) -> object:
-    """What an event says, but for its text."""
     return event.kind, event.value, event.other_msg_id, event.other_choice, event.task_id, event.run_id
 
 

@@ -15,8 +15,6 @@ JUDGEABLE = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 
 class ReplyState(NamedTuple):
-    """A reply, without its content. `id` grows in the order in which replies are recorded."""
-
     id: int
     tenant: str
     msg_id: str
@@ -38,7 +36,6 @@ class JudgedExchange(NamedTuple):
 
 class Judging(LedgerPart):
     def first_sampled_since(self, since: float) -> int:
-        """The id of the first reply sampled since then that waits for feedback, a commit or the trainer."""
         waiting = and_(experiences.c.state.in_(JUDGEABLE), experiences.c.sampled_at >= since)
         # Of id alone a database would take the least by reading all rows from the first one on.
         [(first,)] = self._read(select(func.min(experiences.c.id + 0)).where(waiting))
@@ -48,7 +45,6 @@ class Judging(LedgerPart):
         return int(first)
 
     def replies_after(self, last: int, *, limit: int) -> list[ReplyState]:
-        """The next replies, in whatever state, and their corrections."""
         columns = [experiences.c[name] for name in ReplyState._fields]
         query = select(*columns).where(experiences.c.id > last).order_by(experiences.c.id).limit(limit)
         return [ReplyState(*row) for row in self._read(query)]
@@ -58,7 +54,6 @@ class Judging(LedgerPart):
         return {row.event_id for row in found}
 
     def exchanges_of(self, ids: Sequence[int]) -> dict[int, JudgedExchange]:
-        """The exchanges of the replies of these ids; those that are gone are left out."""
         names = (experiences.c.id, exchanges.c.endpoint, exchanges.c.request)
         words = (experiences.c.choice, experiences.c.text, experiences.c.tool_calls)
         both = experiences.join(exchanges, exchanges.c.msg_id == experiences.c.msg_id)

@@ -299,7 +299,6 @@ class Recording(LedgerPart):
             connection.execute(ignoring(connection, refused_records), row | {"refused_at": now})
 
     def last_events_of(self, tenant: str, source: str) -> list[Any]:
-        """The last word of a source about each reply or run under each metric, retractions too."""
         subject = [feedback.c[name] for name in ("msg_id", "choice", "task_id", "run_id", "metric")]
         ours = and_(feedback.c.tenant == tenant, feedback.c.source == source)
         rows = self._read(select(*subject, feedback.c.kind).where(ours).order_by(feedback.c.received_at, feedback.c.id))
@@ -312,12 +311,10 @@ class Recording(LedgerPart):
         return [RefusedRecord(*row) for row in self._read(query.order_by(*order))]
 
     def refused_payload(self, file: str, end_offset: int) -> bytes | None:
-        """The bytes of what was refused; None if it is not there."""
         rows = self._read(select(refused_records.c.payload).where(_at(file, end_offset)))
         return bytes(rows[0].payload) if rows else None
 
     def delete_refused(self, file: str, end_offset: int) -> bool:
-        """Forget what was refused; False if it is not there."""
         with self._write() as connection:
             return bool(connection.execute(delete(refused_records).where(_at(file, end_offset))).rowcount)
 
@@ -328,7 +325,6 @@ class Recording(LedgerPart):
         return [row.file for row in rows if row.file not in present]
 
     def taken_numbers(self, files: Collection[str]) -> dict[str, int]:
-        """The highest number of a record that was taken of each of these files, but for unknown ones."""
         found = (row for portion in portions(files) for row in self._read(_NUMBERS, {"files": portion}))
         return {row.file: row.number for row in found}
 

@@ -150,7 +150,6 @@ def mark_deleted(connection: Connection, rows: Iterable[Any], *, at: float) -> N
 
 
 def stored_name(name: str) -> str:
-    """The name of a person as the ledger holds it."""
     return Utf8Text.storable(name)
 
 
@@ -175,8 +174,6 @@ _PAUSE_S = 0.02
 
 
 class PurgeResult(NamedTuple):
-    """What a purge deleted: experiences by state, and feedback whose reply was never recorded."""
-
     experiences: dict[State, int]
     parked: int
 

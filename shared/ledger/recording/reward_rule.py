@@ -66,8 +66,6 @@ class Reward(NamedTuple):
 
 
 class Fate(StrEnum):
-    """What became of a feedback event in the reward of one reply."""
-
     COUNTS = "counts"
     EDIT_STANDS = "edit_stands"
     REPLACED = "replaced"  # by a later event of the same source, or a later edited answer
@@ -103,7 +101,6 @@ OF_NO_FEEDBACK = frozenset({OF_ITS_RESULT, OF_A_FILE})
 
 
 def definition(rule: RewardRule) -> str:
-    """The rule in words that are the same for the same rule: canonical JSON."""
     values = rule.model_dump(mode="json")
     if values["aggregate"] == "mean":  # rules were written down before there was the median
         del values["aggregate"]
@@ -239,7 +236,6 @@ def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> li
 
 
 def default_of(rule: RewardRule, *, sampled_at: float) -> Reward | None:
-    """What a reply gets that had no feedback until its window closed."""
     if rule.default is None or rule.attribution_window is None:
         return None
     return Reward(rule.default, sampled_at + rule.attribution_window)

@@ -239,7 +239,6 @@ def _is_unrated(reward: Reward | None) -> bool:
 
 
 def replies_of(connection: Connection, trajectories: Collection[Trajectory]) -> Iterator[str]:
-    """The msg_ids of some trajectories, each of them a tenant, a task and a run."""
     for portion in portions(trajectories, of=3):
         yield from connection.execute(_OF_RUNS, {"runs": portion}).scalars()
 
@@ -357,7 +356,6 @@ def event_order(event: Any) -> tuple[float, int]:
 
 
 def _targets(event: Any) -> Iterator[object]:
-    """What an event is about, a run or a reply or a choice of it; and what a preference is against."""
     if event.msg_id is None:
         yield event.tenant, event.task_id, event.run_id
         return
@@ -367,7 +365,6 @@ def _targets(event: Any) -> Iterator[object]:
 
 
 def _targets_of(row: RewardRow) -> tuple[object, ...]:
-    """All that an event may be about, or against, which bears on a row."""
     run_id = None if row.reason == RETRIED else row.run_id
     return (row.msg_id, None), (row.msg_id, row.choice), (row.tenant, row.task_id, run_id)
 
@@ -379,7 +376,6 @@ def _is_about(event: Any, row: RewardRow) -> bool:
 
 
 def bears_on(event: Any, row: RewardRow) -> bool:
-    """Whether the event is about the row, or prefers another to it."""
     against = event.other_msg_id == row.msg_id and event.other_choice in (None, row.choice)
     return event.tenant == row.tenant and (against or _is_about(event, row))
 
@@ -390,7 +386,6 @@ def retractions(connection: Connection, msg_ids: Collection[str]) -> Iterator[An
 
 
 def _set(connection: Connection, table: Any, rows: Sequence[Mapping[str, object]]) -> None:
-    """Give each row, by its id under `its_id`, the values under the other keys."""
     alike: dict[object, list[Mapping[str, object]]] = defaultdict(list)
     for row in rows:
         alike[tuple(value for name, value in row.items() if name != "its_id")].append(row)
@@ -462,8 +457,6 @@ def _repeats(
 
 
 class Rewards:
-    """The reward rule of a ledger, and whose words settle a metric."""
-
     def __init__(
         self,
         rule: RewardRule | None = None,
@@ -505,7 +498,6 @@ class Rewards:
                 write(connection, decided, rule_id, repeat=self.compensate_late)
 
     def recompute(self, connection: Connection, msg_ids: Collection[str]) -> Plan:
-        """Recompute the rewards of these replies, without repeating what was trained on."""
         decided = self.plan(connection, msg_ids)
         write(connection, decided._replace(repeats=[]), self.rule_id(connection), repeat=False)
         return decided
@@ -541,7 +533,6 @@ _RULE_OF = select(reward_rules.c.id).where(reward_rules.c.definition == bindpara
 
 
 def id_of_rule(connection: Connection, definition: str, *, now: float) -> int:
-    """The number of the rule, which is stored if it is new."""
     same = {"its_definition": definition}
     if (found := connection.execute(_RULE_OF, same).scalar()) is None:
         connection.execute(ignoring(connection, reward_rules), {"definition": definition, "created_at": now})

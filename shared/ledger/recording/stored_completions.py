@@ -244,8 +244,6 @@ MAX_EXAMINED = 10_000
 
 
 class CompletionPage(NamedTuple):
-    """Some completions of the list, and whether there are more behind them."""
-
     found: list[StoredExchange]
     more: bool
 
@@ -257,7 +255,6 @@ class Deletion(StrEnum):
 
 class StoredCompletions(RewardsPart):
     def cursor_of(self, tenant: str, msg_id: str) -> PageCursor | None:
-        """Where a completion stands in the list, or stood until it was deleted."""
         for table in (exchanges, deletions):
             query = select(table.c.received_at).where(table.c.msg_id == msg_id, table.c.tenant == tenant)
             if found := self._read(query):
@@ -301,7 +298,6 @@ class StoredCompletions(RewardsPart):
         return list(dict.fromkeys(msg_id for (msg_id,) in self._read(newest)))
 
     def change_metadata(self, tenant: str, msg_id: str, *, pairs: Mapping[str, str]) -> bool:
-        """Put `pairs` in the place of a completion's metadata; False if there is no such completion."""
         with self._write() as connection:
             alone(connection, "record")
             row = connection.execute(_exchange(tenant, msg_id)).one_or_none()

@@ -73,7 +73,6 @@ class LedgerClock:
 
     @property
     def began(self) -> float:
-        """When this machine was started."""
         return self.compare() if self._began is None else self._began
 
     def compare(self) -> float:
@@ -91,7 +90,6 @@ class LedgerClock:
         return self._began
 
     def _sample(self, connection: Connection) -> tuple[float, float]:
-        """Half the round trip of a question to the database, and when the machine was started by the answer."""
         before = self._ticks()
         answer, after = self._database(connection), self._ticks()
         return (after - before) / 2, answer - (before + after) / 2

@@ -162,7 +162,6 @@ def experience_row(exchange: Exchange, experience: Experience) -> Mapping[str, o
 
 
 def sample(row: Any, *, demonstration: str | None = None) -> Sample:
-    """What the trainer sees of a row of `experiences`, and of the answer as somebody edited it."""
     prompt_ids, completion_ids, logprobs = from_blob(row.blob)
     return Sample(
         **{name: getattr(row, name) for name in _SAME},

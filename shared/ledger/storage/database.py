@@ -322,7 +322,6 @@ class Transactions:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that changes something, committed at its end."""
         self.file.check()
         self.keep_time()
         with translating_errors(), self._writing.begin() as connection:
@@ -341,7 +340,6 @@ class Transactions:
                 self._ledger_clock.compare()
 
     def clock_skew(self) -> float:
-        """By how many seconds the database's clock was ahead of the ledger's time when they were compared last."""
         return 0.0 if self._ledger_clock is None else self._ledger_clock.skew_s
 
     def boot_time(self) -> float | None:

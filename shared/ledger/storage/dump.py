@@ -25,8 +25,6 @@ def dump_name(url: str) -> str:
 
 
 class Snapshot:
-    """A database as of one moment, for as long as its transaction lasts."""
-
     def __init__(self, url: str, schema: str, connection: Connection) -> None:
         self._url, self._schema, self._connection = url, schema, connection
         #: The schema's revision; None: the database is of no release.

@@ -71,7 +71,6 @@ RATED = "kind IN ('number', 'boolean', 'label') AND msg_id IS NOT NULL"
 
 
 def one_of(column: str, values: Iterable[StrEnum]) -> str:
-    """The rule that a column has one of these values."""
     return f"{column} IN ({', '.join(repr(value.value) for value in values)})"
 
 

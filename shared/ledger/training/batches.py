@@ -59,8 +59,6 @@ _REWARDING = update(experiences).where(experiences.c.id == bindparam("its_id")).
 
 
 class Unit(NamedTuple):
-    """Rows that are trained on together, by their ids: a row alone, or a group."""
-
     number: int
     rows: tuple[int, ...]
 
@@ -126,7 +124,6 @@ class _Shares:
         self._had: dict[Rater, float] = defaultdict(float)
 
     def count_over(self, units: Sequence[Unit]) -> Counter[Rater]:
-        """How many rows of these units each rater keeps out that has its share."""
         rows: Counter[Rater] = Counter()
         for unit in units:
             rows.update(dict.fromkeys(self._over(_parts(self._words, unit)), len(unit.rows)))
@@ -137,7 +134,6 @@ class _Shares:
             self._count(Unit(id_, (id_,)))
 
     def take(self, units: Sequence[Unit]) -> list[Unit]:
-        """Take units until the batch is full; those that would give a rater too much."""
         rest = []
         for unit in units:
             if self.total >= self._size:
@@ -150,7 +146,6 @@ class _Shares:
         return rest
 
     def _over(self, parts: Mapping[Rater, float]) -> set[Rater]:
-        """Who would have too much with a unit that has these parts."""
         return {rater for rater, part in parts.items() if self._had[rater] and self._had[rater] + part > self._most}
 
     def _count(self, unit: Unit) -> None:
@@ -234,7 +229,6 @@ def demonstrations(connection: Connection, rows: Sequence[Any]) -> dict[int, str
 
 
 def _edits_about(connection: Connection, rows: Sequence[Any]) -> Iterator[Any]:
-    """The edited answers about the rows, and what might take one back."""
     of_these = select(feedback).where(feedback.c.kind.in_((Kind.DEMONSTRATION, Kind.RETRACTION)))
     yield from find(connection.execute, of_these, feedback.c.msg_id, {row.msg_id for row in rows})
     named = tuple_(*(feedback.c[name] for name in TRAJECTORY))
@@ -326,7 +320,6 @@ def held_by_shares(connection: Connection, rules: BatchRules, size: int) -> dict
 
 
 def _is_enough(connection: Connection, units: Sequence[Unit], missing: int, rules: BatchRules, *, now: float) -> bool:
-    """Whether a batch is made of these."""
     if sum(len(unit.rows) for unit in units) >= missing:
         return True
     if rules.batch_timeout is None:
@@ -378,7 +371,6 @@ def _ungroup(connection: Connection, groups: Collection[int]) -> None:
 
 
 def set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -> int:
-    """Let rows expire; how many they were."""
     # All lock in this order: else this and new feedback about two of them would wait for each other.
     query = select(experiences.c.id).where(which).order_by(experiences.c.id).with_for_update()
     found = connection.execute(query).scalars().all()
@@ -425,8 +417,6 @@ T = TypeVar("T")
 
 
 class Backlog(NamedTuple):
-    """How many committed experiences wait for a batch, and how many did that have been set aside now."""
-
     waiting: int
     set_aside: int
 
@@ -464,5 +454,4 @@ def trim(connection: Connection, rules: BatchRules) -> Backlog:
 
 
 def _by_turns(queues: Iterable[Sequence[T]]) -> list[T]:
-    """One from each queue, then one more from each that has one, and so on."""
     return [thing for turn in zip_longest(*queues) for thing in turn if thing is not None]

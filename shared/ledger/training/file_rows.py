@@ -125,7 +125,6 @@ class FileRows(LedgerPart):
         return {row.msg_id: WrittenReply(unpack_text(row.request), row.text, row.tool_calls) for row in rows}
 
     def are_left(self, policy: int) -> bool:
-        """Whether rows of a policy are committed or leased: in no version yet."""
         waits = experiences.c.policy == policy
         counted = (
             select(func.count()).select_from(experiences).where(waits, text(state)).scalar_subquery()
@@ -134,7 +133,6 @@ class FileRows(LedgerPart):
         return any(self._read(select(*counted))[0])
 
     def count_dropped(self, policy: int) -> dict[str, int]:
-        """How many rows of a policy are out of training for good, by the reason."""
         reasons = select(experiences.c.reason, func.count()).where(experiences.c.state == State.DROPPED)
         found = self._read(reasons.where(experiences.c.policy == policy).group_by(experiences.c.reason))
         return {reason: count for reason, count in found}

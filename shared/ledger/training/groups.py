@@ -89,8 +89,6 @@ class CallTokens(NamedTuple):
 
 
 class RunTokens(NamedTuple):
-    """Tokens that a run's calls have with their prompts, each on its own and in merged sequences; and without."""
-
     calls: int
     tokens: int
     completion_tokens: int
@@ -204,7 +202,6 @@ class Runs(LedgerPart):
         return count_tokens(CallTokens(*from_blob(row.blob)[:2]) for row in found)
 
     def find_breaks(self, tenant: str, task_id: str, run_id: str) -> list[str]:
-        """Why its calls are not all one sequence, the first reasons."""
         rows = select(experiences.c.blob, exchanges.c.request).join(
             exchanges, exchanges.c.msg_id == experiences.c.msg_id
         )
@@ -277,7 +274,6 @@ def young(rules: BatchRules) -> ColumnElement[bool]:
 
 
 def gather(connection: Connection, rules: BatchRules, *, now: float) -> None:
-    """Make groups of the committed rows that are in none yet, as far as they are complete."""
     alone = select(*COLUMNS).where(_COMMITTED, experiences.c.group_id.is_(None), takable(rules))
     rows = without_results(connection, connection.execute(alone.order_by(experiences.c.id)).all())
     if rules.group_by == "preference":
@@ -395,7 +391,6 @@ def standing_preferences(connection: Connection, msg_ids: Collection[str]) -> li
 
 
 def _is(row: Any, states: Collection[State], rules: BatchRules) -> bool:
-    """Whether a row that a batch takes is in one of the states."""
     rated = row.reward is not None or row.state == State.RECORDED
     return (
         row.policy == rules.policy

@@ -282,7 +282,6 @@ class Restoration(RewardsPart):
         return Numbers(max(version, newest), epoch)
 
     def numbers(self) -> Numbers:
-        """The newest version and epoch that were registered; 0 where there is none."""
         newest = [select(func.max(column)) for column in (versions.c.version, epochs.c.epoch)]
         version, epoch = (self._read(query)[0][0] or 0 for query in newest)
         return Numbers(version, epoch)

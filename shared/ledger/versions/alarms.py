@@ -61,7 +61,6 @@ class Alarms(LedgerPart):
             return True
 
     def clear(self, name: str) -> bool:
-        """Close the open alarm of that name; False if there is none."""
         cleared = {"state": AlarmState.CLEARED, "cleared_at": self._clock()}
         with self._write() as connection:
             alone(connection, "alarms")
@@ -78,7 +77,6 @@ class Alarms(LedgerPart):
         return False
 
     def all(self, *, cleared: bool = False) -> list[Alarm]:
-        """The open alarms, oldest first; with `cleared` those too that are not open any more."""
         query = select(*(alarms.c[name] for name in Alarm._fields)).where(true() if cleared else _OPEN)
         return [Alarm(*row) for row in self._read(query.order_by(alarms.c.raised_at, alarms.c.id))]
 

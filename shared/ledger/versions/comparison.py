@@ -73,7 +73,6 @@ def _alone(rows: Select[Any], version: int, since: float) -> Select[Any]:
 
 
 def _sums(replies: Any, over: Any, under: Any) -> tuple[ColumnElement[Any], ...]:
-    """What the sample of a ratio of totals is made from."""
     below = as_type(under, Double)
     products = (over, below, over * over, over * below, below * below)
     return func.sum(replies), func.count().filter(replies > 0), *(func.sum(each) for each in products)
@@ -152,7 +151,6 @@ class Evaluations(LedgerPart):
                 connection.execute(insert(evaluations), [key | each._asdict() for each in figures])
 
     def of(self, version: int, evaluator: Evaluator) -> tuple[Figure, ...]:
-        """What the evaluator found of the version last; nothing if it never looked."""
         columns = [evaluations.c[name] for name in Figure._fields]
         of_it = evaluations.c.version == version, evaluations.c.evaluator == evaluator
         rows = self._read(select(*columns).where(*of_it).order_by(evaluations.c.metric, evaluations.c.slice))

@@ -32,8 +32,6 @@ Details = Mapping[str, Any]
 
 
 class VersionEvent(NamedTuple):
-    """A row of `version_events`: what happened to a version, by whom, why, and the figures that decided it."""
-
     id: int
     version: int
     at: float
@@ -59,8 +57,6 @@ PINNED: ColumnElement[bool] = text("pinned")  # type: ignore[assignment]
 
 
 class Version(NamedTuple):
-    """A row of `versions`: a published set of weights."""
-
     version: int
     state: VersionState
     step: int
@@ -385,7 +381,6 @@ class Versions(RegisteredVersions):
     def note(
         self, version: int, action: VersionAction, *, by: str, reason: str = "", details: Details | None = None
     ) -> None:
-        """Record an event of a version that did not change its state."""
         with self._write() as connection:
             note(connection, version, action, Decision(by, self._clock(), reason, details))
 
@@ -439,7 +434,6 @@ def _event_of(row: Any) -> VersionEvent:
 
 
 def note(connection: Connection, version: int, action: VersionAction, decision: Decision) -> None:
-    """Record an event of a version, in the transaction that changes it."""
     row = {
         "version": version,
         "at": decision.at,

@@ -44,9 +44,7 @@ from tuneloop.shared.settings.settings import Settings
 
 _NAMES = ("user", "other_user")
 _REPLIES = ("msg_id", "other_msg_id")
-#: Exports of older versions have the second in place of the first.
-_SOURCES = ("feedback_sources", "said_by")
-_COLUMNS = (*_NAMES, *_REPLIES, "tenant", *_SOURCES, "feedback")
+_COLUMNS = (*_NAMES, *_REPLIES, "tenant", "feedback_sources", "feedback")
 
 _LABELS_SHOWN = 20
 
@@ -67,7 +65,7 @@ class Person(NamedTuple):
             return False
         names = [
             *(row.get(name) for name in _NAMES),
-            *(person_behind(source) for name in _SOURCES for source in row.get(name) or ()),
+            *map(person_behind, row.get("feedback_sources") or ()),
             *(person_behind(each["source"]) for each in feedback if each.get("source")),
         ]
         return any(stored_name(user) in names for user in self.users)

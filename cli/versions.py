@@ -83,20 +83,28 @@ def compare(
     tell(comparison, *_comparison_lines(comparison), for_programs=for_programs)
 
 
-@app.command("promote")
-def promote_(
-    version: _Version,
-    config: ConfigOption,
-    expect: _Expect = None,
-    reason: _Reason = "",
-    by: _By = None,
-    set_: SetOption = None,
-    for_programs: JsonOption = False,
-) -> None:
-    """Make a version the champion, an older one too."""
-    asked = DecisionRequest(by or operator_name(), reason.strip(), expect)
-    sentence = "version {version} is the champion; {served}"
-    _decide(config, set_, lambda ledger: promote(ledger, version, asked), sentence, for_programs=for_programs)
+def _decides(verb: Callable[[Ledger, int, DecisionRequest], DecisionResult], sentence: str) -> Callable[..., None]:
+    def command(
+        version: _Version,
+        config: ConfigOption,
+        expect: _Expect = None,
+        reason: _Reason = "",
+        by: _By = None,
+        set_: SetOption = None,
+        for_programs: JsonOption = False,
+    ) -> None:
+        asked = DecisionRequest(by or operator_name(), reason.strip(), expect)
+        _decide(config, set_, lambda ledger: verb(ledger, version, asked), sentence, for_programs=for_programs)
+
+    return command
+
+
+app.command("promote", help="Make a version the champion, an older one too.")(
+    _decides(promote, "version {version} is the champion; {served}")
+)
+app.command("pin", help="Serve a version, and no other until it is unpinned.")(
+    _decides(pin, "version {version} is pinned, and the champion until it is unpinned; {served}")
+)
 
 
 @app.command("rollback")
@@ -128,22 +136,6 @@ def reject_(
     asked = DecisionRequest(by or operator_name(), reason.strip())
     sentence = "version {version} is rejected; version {champion} is the champion"
     _decide(config, set_, lambda ledger: reject(ledger, version, asked), sentence, for_programs=for_programs)
-
-
-@app.command("pin")
-def pin_(
-    version: _Version,
-    config: ConfigOption,
-    expect: _Expect = None,
-    reason: _Reason = "",
-    by: _By = None,
-    set_: SetOption = None,
-    for_programs: JsonOption = False,
-) -> None:
-    """Serve a version, and no other until it is unpinned."""
-    asked = DecisionRequest(by or operator_name(), reason.strip(), expect)
-    sentence = "version {version} is pinned, and the champion until it is unpinned; {served}"
-    _decide(config, set_, lambda ledger: pin(ledger, version, asked), sentence, for_programs=for_programs)
 
 
 @app.command("unpin")

@@ -92,18 +92,17 @@ class Exports(LedgerPart):
             last = page[-1].id
 
     def replies_by_id(self, ids: Collection[int]) -> dict[int, ExportedReply]:
-        found: dict[int, ExportedReply] = {}
-        for portion in portions(ids, of=_PARAMETERS_PER_REPLY):
-            found |= {each.id: each for each in self._replies(experiences.c.id.in_(portion), limit=None)}
-        return found
+        return {
+            each.id: each
+            for portion in portions(ids, of=_PARAMETERS_PER_REPLY)
+            for each in self._replies(experiences.c.id.in_(portion), limit=None)
+        }
 
-    def replies_named(self, tenant: str, msg_ids: Collection[str]) -> list[ExportedReply]:
+    def replies_named(self, tenant: str, msg_ids: Collection[str]) -> Iterator[ExportedReply]:
         """The tenant's replies of these names, every choice of them, each in its last correction."""
-        found: list[ExportedReply] = []
         for portion in portions(msg_ids, of=_PARAMETERS_PER_REPLY):
             wanted = and_(experiences.c.msg_id.in_(portion), experiences.c.tenant == tenant, _newest())
-            found += self._replies(wanted, limit=None)
-        return found
+            yield from self._replies(wanted, limit=None)
 
     def ranked_replies(self, selection: Selection, digest: Callable[[bytes], int | None]) -> Iterator[Ranked]:
         """The rewarded replies in pages; `digest` makes a number of a prompt's ids, or None to leave the reply out."""

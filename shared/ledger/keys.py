@@ -6,7 +6,6 @@ which a password needs, would protect nothing more.
 
 import hashlib
 import secrets
-from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import msgspec
@@ -157,12 +156,6 @@ class Keys(LedgerPart):
             KeyEvent(row.at, row.key_id, row.name, row.tenant, KeyAction(row.action), row.actor)
             for row in self._read(query)
         ]
-
-
-def scopes_of(names: Collection[str]) -> tuple[Scope, ...]:
-    if unknown := sorted(set(names) - set(Scope)):
-        raise KeyRefused(f"there is no scope {unknown[0]!r}; there are {', '.join(Scope)}")
-    return tuple(map(Scope, names))
 
 
 def _is_of(tenant: str | None) -> ColumnElement[bool]:

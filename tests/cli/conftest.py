@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,9 @@ def services(tmp_path: Path) -> Path:
         (tmp_path / "services" / "tuneloop" / name / "__main__.py").write_text(SERVICE)
         (tmp_path / "services" / "tuneloop" / name / "__init__.py").touch()
     return tmp_path / "services"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TUNELOOP__")]:
+        monkeypatch.delenv(name)

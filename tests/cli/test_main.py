@@ -225,16 +225,6 @@ def test_run_both_ends_when_neither_gets_through_its_first_start(tmp_path, servi
     assert out.count("trainer [") <= 2
 
 
-def test_run_both_serves_on_when_the_trainer_has_done_its_steps(tmp_path, services):
-    process = start("run", "-c", settings_file(tmp_path), path=services, TRAINER_DOES="0")
-    assert ended(pids(process)["trainer"])
-    time.sleep(0.2)
-    assert process.poll() is None
-    process.terminate()
-    assert "explorer SIGTERM" in process.communicate(timeout=10)[0]
-    assert process.returncode == 0
-
-
 def test_the_services_die_with_a_supervisor_that_is_killed(tmp_path, services):
     process = start("run", "-c", settings_file(tmp_path), path=services)
     children = pids(process)

@@ -1,5 +1,4 @@
 import json
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,12 +13,6 @@ from tests.factories import committed, feedback, ids, published, rewarded
 from tuneloop.cli.main import app
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.settings.settings import Settings
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("TUNELOOP__")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -271,9 +271,7 @@ class Retention(RewardsPart):
                 named = {name for each in events.values() for name in (each.msg_id, each.other_msg_id)}
                 touched = {*replies_of(connection, runs), *named} - msg_ids - {None}
                 at = self._clock() if at is None else at
-                person = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
-                if not connection.execute(update(erasures).where(person).values(erased_at=at)).rowcount:
-                    connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=at))
+                _note_erased(connection, tenant, user, at)
                 mark_deleted(connection, theirs, at=at)
                 regroup(connection, rows)
                 _delete(connection, rows)
@@ -285,9 +283,7 @@ class Retention(RewardsPart):
                     connection.execute(delete(table).where(table.c.tenant == tenant, table.c.name.in_(names)))
                 _forget_refused(connection, (tenant, stored_name(user)), msg_ids)
                 self._rewards.recompute(connection, touched)
-        trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
-        labels = frozenset(name for row in rows for name in (row.task_id, row.run_id) if name is not None)
-        return ErasureResult(frozenset(msg_ids), len(rows), len(events), dict(sorted(trained.items())), labels)
+        return _result_of(msg_ids, rows, len(events))
 
     def erase_line(self, tenant: str, file_id: str, line: int, *, dry_run: bool = False) -> ErasureResult:
         """Delete what jobs have made of a line of a file: exchanges and tasks whose names begin with both."""
@@ -309,13 +305,8 @@ class Retention(RewardsPart):
             columns = select(exchanges.c.msg_id, *_DELETED)
             theirs = connection.execute(columns.where(exchanges.c.tenant == tenant, named)).all()
             msg_ids = {each.msg_id for each in theirs}
-            rows: list[Any] = []
-            for some in portions(msg_ids):
-                rows += connection.execute(_columns().where(experiences.c.msg_id.in_(some)).with_for_update())
-            events = 0
-            for some in portions(msg_ids):
-                about = select(func.count()).select_from(feedback).where(feedback.c.msg_id.in_(some))
-                events += connection.execute(about).scalar_one()
+            rows = find(connection.execute, _columns().with_for_update(), experiences.c.msg_id, msg_ids)
+            events = len(find(connection.execute, select(feedback.c.id), feedback.c.msg_id, msg_ids))
             if not dry_run:
                 at, label = self._clock(), prefix[:-1]
                 mark_deleted(connection, theirs, at=at)
@@ -324,12 +315,8 @@ class Retention(RewardsPart):
                 delete_by(connection, exchanges, exchanges.c.msg_id, msg_ids)
                 _forget_refused(connection, (tenant, label), msg_ids)
                 # No person has such a name: it has the explorers let their outbox files go, as they do for a person.
-                known = and_(erasures.c.tenant == tenant, erasures.c.user_id == label)
-                if not connection.execute(update(erasures).where(known).values(erased_at=at)).rowcount:
-                    connection.execute(insert(erasures).values(tenant=tenant, user_id=label, erased_at=at))
-        trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
-        labels = frozenset(name for row in rows for name in (row.task_id, row.run_id) if name is not None)
-        return ErasureResult(frozenset(msg_ids), len(rows), events, dict(sorted(trained.items())), labels)
+                _note_erased(connection, tenant, label, at)
+        return _result_of(msg_ids, rows, events)
 
     def erasures(self) -> dict[Person, float]:
         return {(row.tenant, row.user_id): row.erased_at for row in self._read(select(erasures))}
@@ -387,6 +374,18 @@ class Retention(RewardsPart):
             deleted(found)
             time.sleep(_PAUSE_S if found == PORTION else 0)
         return total
+
+
+def _note_erased(connection: Connection, tenant: str, user: str, at: float) -> None:
+    person = and_(erasures.c.tenant == tenant, erasures.c.user_id == user)
+    if not connection.execute(update(erasures).where(person).values(erased_at=at)).rowcount:
+        connection.execute(insert(erasures).values(tenant=tenant, user_id=user, erased_at=at))
+
+
+def _result_of(msg_ids: Collection[str], rows: Sequence[Any], events: int) -> ErasureResult:
+    trained = Counter(row.trained_version for row in rows if row.trained_version is not None)
+    labels = frozenset(name for row in rows for name in (row.task_id, row.run_id) if name is not None)
+    return ErasureResult(frozenset(msg_ids), len(rows), events, dict(sorted(trained.items())), labels)
 
 
 def _of_tenants(table: Table, tenant: str | None, but: Collection[str]) -> ColumnElement[bool]:

@@ -181,8 +181,11 @@ class Drift(LedgerPart):
         weights = {metric: weight for metric, weight in rule.weights.items() if weight}
         low, high = rule.clip or (-MAX_REWARD, MAX_REWARD)
         numbers = and_(feedback.c.kind == Kind.NUMBER, feedback.c.metric.in_(weights), ~_IS_QUARANTINED)
-        rows = self._newest_of_voices(count, numbers)
-        return share_amiss((_suspect(row, not low <= weights[row.metric] * row.value <= high) for row in rows), count)
+        events = (
+            SuspectEvent(row.id, row.received_at, rater_of(row), not low <= weights[row.metric] * row.value <= high)
+            for row in self._newest_of_voices(count, numbers)
+        )
+        return share_amiss(events, count)
 
     def _newest_of_voices(self, count: int, wanted: ColumnElement[bool]) -> Iterator[Any]:
         """The newest events of each key, `count` at least where it has them: whoever floods hides nobody."""
@@ -205,7 +208,3 @@ _IS_QUARANTINED = exists().where(
     and_(raters.c.tenant == feedback.c.tenant, raters.c.name == func.coalesce(feedback.c.source, "")),
     raters.c.state == RaterState.QUARANTINED,
 )
-
-
-def _suspect(row: Any, amiss: bool) -> SuspectEvent:
-    return SuspectEvent(row.id, row.received_at, rater_of(row), amiss)

@@ -1,6 +1,5 @@
 """The experiment of these tests, and how commands are given."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,12 +15,6 @@ from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.settings.settings import Settings
 
 Run = Callable[..., Result]
-
-
-@pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("TUNELOOP__")]:
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -3,26 +3,21 @@
 from collections.abc import Callable
 
 import pytest
-from sqlalchemy import Connection, Engine, select
+from sqlalchemy import Connection, Engine
 
 from tests.factories import exchange, feedback
+from tests.shared.ledger.reading import rewards
 from tuneloop.shared.errors import UnknownRater
 from tuneloop.shared.experience import Kind, RaterState
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.rater_decisions import RaterStatus
 from tuneloop.shared.ledger.storage.database import Transactions
-from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule
 
 
 @pytest.fixture
 def ledger(engine: Engine) -> Ledger:
     return Ledger(engine, rule=RewardRule())
-
-
-def rewards(engine: Engine) -> list[float | None]:
-    with engine.connect() as connection:
-        return list(connection.execute(select(experiences.c.reward).order_by(experiences.c.id)).scalars())
 
 
 def say(ledger: Ledger, **values: float) -> None:

@@ -208,7 +208,7 @@ def test_a_file_of_the_outbox_that_is_still_there_is_longer_than_its_copy(
 def test_what_is_there_is_never_replaced(source: Experiment, tmp_path: Path) -> None:
     back_up(source.settings, tmp_path / "backup")
     before = source.tables()
-    with pytest.raises(EnvironmentRefused, match=r"trainer trainer was seen \d s ago: stop all services first"):
+    with pytest.raises(EnvironmentRefused, match=r"trainer trainer was seen \d+ s ago: stop all services first"):
         restore(source.settings, tmp_path / "backup")
     with pytest.raises(EnvironmentRefused, match=r"already: .*global_step_1, .*global_step_2, tables in the database"):
         restore(source.settings, tmp_path / "backup", clock=later)

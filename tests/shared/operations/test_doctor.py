@@ -148,7 +148,7 @@ def test_a_trainer_that_has_stopped_and_one_that_died_are_told_apart(settings: S
     assert "host:1, epoch 1: NOT up, last seen" in page(settings)["Trainer"][0]
     made.training.end(epoch)
     (trainer,) = page(settings)["Trainer"]
-    assert re.fullmatch(r"host:1, epoch 1: stopped \d s ago", trainer)
+    assert re.fullmatch(r"host:1, epoch 1: stopped \d+ s ago", trainer)
 
 
 def test_replies_that_the_method_will_not_take_are_told_while_they_wait(settings: Settings, made: Ledger) -> None:

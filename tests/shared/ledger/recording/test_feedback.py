@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Engine, delete, select
 
 from tests.factories import committed, exchange, experience, feedback, ids, leased, published, rewarded, trained
+from tests.shared.ledger.reading import rewards, rows
 from tuneloop.shared.experience import Feedback, Kind, Outcome, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences
@@ -18,15 +19,6 @@ from tuneloop.shared.ledger.storage.schema import feedback as feedback_table
 from tuneloop.shared.settings.feedback import RewardRule
 
 LATE = 1e9
-
-
-def rows(engine: Engine) -> list[Any]:
-    with engine.connect() as connection:
-        return list(connection.execute(select(experiences).order_by(experiences.c.id)))
-
-
-def rewards(engine: Engine) -> list[float | None]:
-    return [row.reward for row in rows(engine)]
 
 
 def states(engine: Engine) -> list[str]:

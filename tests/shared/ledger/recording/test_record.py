@@ -5,19 +5,11 @@ import pytest
 from sqlalchemy import Engine, event, select
 
 from tests.factories import exchange, experience, feedback, rewarded
+from tests.shared.ledger.reading import rewards, rows
 from tuneloop.shared.errors import LedgerError
 from tuneloop.shared.experience import MAX_NAME, State
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.ledger.storage.schema import exchanges, experiences
-
-
-def rows(engine: Engine) -> list[Any]:
-    with engine.connect() as connection:
-        return list(connection.execute(select(experiences).order_by(experiences.c.id)))
-
-
-def rewards(engine: Engine) -> list[float | None]:
-    return [row.reward for row in rows(engine)]
+from tuneloop.shared.ledger.storage.schema import exchanges
 
 
 def only(**counts: int) -> dict[State, int]:

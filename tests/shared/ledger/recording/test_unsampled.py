@@ -1,12 +1,12 @@
 """Replies that are not samples of the policy: on the same road as all, taken by methods that learn from any reply."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from sqlalchemy import Engine, select
 
 from tests.factories import exchange, experience, feedback
+from tests.shared.ledger.reading import give
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
@@ -30,13 +30,6 @@ def ledger(engine: Engine, now: list[float]) -> Ledger:
 def take(ledger: Ledger) -> Take:
     epoch = ledger.training.take_epoch("trainer")
     return lambda size, **policy: ledger.training.lease(epoch, size, BatchRules(**policy))
-
-
-def give(ledger: Ledger, **but: Any) -> str:
-    said = exchange(**but)
-    ledger.recording.record([said, feedback(msg_id=said.msg_id)])
-    ledger.recording.commit("acme")
-    return said.msg_id
 
 
 def rows(engine: Engine) -> list[tuple[str, str | None, str | None]]:

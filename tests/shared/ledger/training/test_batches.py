@@ -11,6 +11,7 @@ from sqlalchemy import Engine, func, select, text
 from tests.doubles.clock import Clock
 from tests.explorer.running import eventually
 from tests.factories import exchange, experience, feedback, fill, ids, published, trained
+from tests.shared.ledger.reading import give
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
@@ -34,14 +35,6 @@ def ledger(engine: Engine, clock: Clock) -> Ledger:
 def take(ledger: Ledger) -> Callable[..., list[Sample]]:
     epoch = ledger.training.take_epoch("trainer")
     return lambda size, **policy: ledger.training.lease(epoch, size, BatchRules(**policy))
-
-
-def give(ledger: Ledger, *, commit: bool = True, **but: Any) -> str:
-    said = exchange(**but)
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
-    if commit:
-        ledger.recording.commit(said.tenant)
-    return said.msg_id
 
 
 def states(engine: Engine) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 from sqlalchemy import Engine, select
 
 from tests.factories import exchange, experience, feedback, fill, ids, published
+from tests.shared.ledger.reading import give
 from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Feedback, Kind, Sample, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
@@ -32,14 +33,6 @@ def take(ledger: Ledger) -> Take:
     epoch = ledger.training.take_epoch("trainer")
     policy = BatchRules(group_by="preference", any_reply=True)
     return lambda size=1, **but: ledger.training.lease(epoch, size, policy._replace(**but))
-
-
-def give(ledger: Ledger, *, commit: bool = True, **but: Any) -> str:
-    said = exchange(**but)
-    ledger.recording.record([said, feedback(msg_id=said.msg_id, tenant=said.tenant)])
-    if commit:
-        ledger.recording.commit(said.tenant)
-    return said.msg_id
 
 
 def preferred(better: str, worse: str, **but: Any) -> Feedback:

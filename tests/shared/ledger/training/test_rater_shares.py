@@ -1,13 +1,13 @@
 """How much of a batch is one rater's word: what its share lets in, and what is told of the rest."""
 
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine
 
 from tests.factories import exchange, feedback, ids
+from tests.shared.ledger.reading import rewards
 from tuneloop.shared.experience import Exchange, State, TrustedRaters
 from tuneloop.shared.ledger.facts import HeldBack
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
-from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import FeedbackSettings, JudgeSettings, RewardRule
 
 
@@ -26,11 +26,6 @@ def rated_by_eve_too(ledger: Ledger, count: int) -> list[Exchange]:
 @pytest.fixture
 def ledger(engine: Engine) -> Ledger:
     return Ledger(engine, rule=RewardRule())
-
-
-def rewards(engine: Engine) -> list[float | None]:
-    with engine.connect() as connection:
-        return list(connection.execute(select(experiences.c.reward).order_by(experiences.c.id)).scalars())
 
 
 def crowded(ledger: Ledger, floods: int, others: int = 10) -> tuple[list[str], list[str]]:

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, select
+from sqlalchemy import Engine, event
 
 from tests.doubles.clock import Clock
 from tests.factories import exchange, experience, feedback, ids, published, trained
+from tests.shared.ledger.reading import rows
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
-from tuneloop.shared.ledger.storage.schema import experiences
 from tuneloop.shared.settings.feedback import RewardRule
 from tuneloop.shared.settings.settings import Settings
 
@@ -42,11 +42,6 @@ def run(ledger: Ledger, calls: int = 3, *, reward: float | None = 0.7, name: str
         ledger.recording.record([feedback(msg_id=said[-1].msg_id, value=reward)])
         ledger.recording.commit("acme")
     return [each.msg_id for each in said]
-
-
-def rows(engine: Engine) -> list[Any]:
-    with engine.connect() as connection:
-        return list(connection.execute(select(experiences).order_by(experiences.c.id)))
 
 
 def standings(engine: Engine) -> list[tuple[str, float | None]]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine
 
 from tests.doubles.clock import Clock
 from tests.factories import (
@@ -18,19 +18,14 @@ from tests.factories import (
     published,
     trained,
 )
+from tests.shared.ledger.reading import rows
 from tuneloop.shared.errors import LedgerError, StaleEpoch
 from tuneloop.shared.experience import State, pack_ids, pack_logprobs
 from tuneloop.shared.ledger.ledger import LEASE_S, BatchRules, Ledger
 from tuneloop.shared.ledger.storage import database
-from tuneloop.shared.ledger.storage.schema import experiences
 
 #: More than one statement of ours has parameters; the soak has more than either database would take in one.
 MANY = pytest.mark.parametrize("count", [10_500, pytest.param(66_000, marks=pytest.mark.soak)])
-
-
-def rows(engine: Engine) -> list[Any]:
-    with engine.connect() as connection:
-        return list(connection.execute(select(experiences).order_by(experiences.c.id)))
 
 
 def only(**counts: int) -> dict[State, int]:

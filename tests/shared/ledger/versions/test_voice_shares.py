@@ -20,38 +20,22 @@ def keys(count: int, events: int, amiss: int, tenant: str = "t") -> dict[tuple[s
     return {(tenant, f"key:k{number}/ann"): (events, amiss) for number in range(count)}
 
 
-@pytest.mark.parametrize("others", [2, 10, 50])
-def test_one_that_floods_raises_nothing_among_others(others: int) -> None:
-    assert share_amiss(said(keys(others, 100, 0) | {("t", "key:eve"): (2000, 2000)}), 200) == 0.0
-
-
-def test_neither_do_all_the_names_of_one_key() -> None:
-    names = {("t", f"key:eve/{number}"): (10, 10) for number in range(100)}
-    assert share_amiss(said(keys(5, 40, 0) | names), 200) == 0.0
-
-
-def test_neither_do_all_the_keys_of_one_tenant() -> None:
-    others = keys(3, 40, 0, "a") | keys(3, 40, 0, "b")
-    assert share_amiss(said(others | keys(30, 40, 40, "eve")), 200) == 0.0
-
-
-def test_what_one_says_does_not_hide_what_the_others_do() -> None:
-    assert share_amiss(said(keys(10, 50, 50) | {("t", "key:eve"): (5000, 0)}), 200) == pytest.approx(9 / 10)
-
-
-@pytest.mark.parametrize("voices", [3, 10, 100])
-def test_a_wide_change_is_seen(voices: int) -> None:
-    assert share_amiss(said(keys(voices, 200, 100)), 200) == pytest.approx(1.0)
-
-
-def test_a_part_of_all_is_told_as_it_is() -> None:
-    people = {("t", f"person {number}"): (1, number % 10 == 0) for number in range(200)}
-    assert share_amiss(said(people), 200) == pytest.approx(19 / 199)
-
-
-@pytest.mark.parametrize("voices", [1, 2])
-def test_one_or_two_are_all_there_is(voices: int) -> None:
-    assert share_amiss(said(keys(voices, 200, 150)), 200) == 0.75
+@pytest.mark.parametrize(
+    ("parts", "share"),
+    [
+        *((keys(others, 100, 0) | {("t", "key:eve"): (2000, 2000)}, 0.0) for others in (2, 10, 50)),
+        (keys(5, 40, 0) | {("t", f"key:eve/{number}"): (10, 10) for number in range(100)}, 0.0),
+        (keys(3, 40, 0, "a") | keys(3, 40, 0, "b") | keys(30, 40, 40, "eve"), 0.0),
+        (keys(10, 50, 50) | {("t", "key:eve"): (5000, 0)}, 9 / 10),
+        *((keys(voices, 200, 100), 1.0) for voices in (3, 10, 100)),
+        ({("t", f"person {number}"): (1, number % 10 == 0) for number in range(200)}, 19 / 199),
+        *((keys(voices, 200, 150), 0.75) for voices in (1, 2)),
+    ],
+)
+def test_one_voice_among_others_makes_or_hides_nothing(
+    parts: dict[tuple[str, str], tuple[int, int]], share: float
+) -> None:
+    assert share_amiss(said(parts), 200) == pytest.approx(share)
 
 
 def test_who_was_silent_for_long_is_none_of_them() -> None:

@@ -49,6 +49,17 @@ def test_every_usual_url_is_understood(url: str, driver: str) -> None:
     assert parse_url(url).drivername == driver
 
 
+@pytest.mark.postgres
+def test_a_pair_of_servers_is_asked_for_the_one_that_takes_writes(postgres_place: Place) -> None:
+    there = parse_url(postgres_place.url)
+    hosts = ["/nowhere", str(there.query["host"])]
+    pair = there.update_query_dict({"host": hosts, "target_session_attrs": "read-write"}).render_as_string()
+    database.upgrade(pair, schema=postgres_place.schema)
+    engine = database.connect(pair, schema=postgres_place.schema)
+    assert Ledger(engine).recording.record([exchange()])
+    engine.dispose()
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [

@@ -100,8 +100,9 @@ def tracing() -> Iterator[Tracer]:
 
 def files(calls: list[tuple[str, str]], *, idle: list[tuple[str, str]], drained: bool = False) -> list[str]:
     """The files of a road in order, without background loops, but for that which writes to the ledger if `drained`."""
-    loops = {root for root, _ in idle}
-    return list(dict.fromkeys(file for root, file in calls if root not in loops or (drained and root in _DRAIN)))
+    loops, gauges = {root for root, _ in idle}, {each for each in idle if each[1] == "shared/outbox_status.py"}
+    steps = (each for each in calls if each[0] not in loops or (drained and each[0] in _DRAIN))
+    return list(dict.fromkeys(step[1] for step in steps if step not in gauges))
 
 
 def tell(road: str, found: list[str]) -> None:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tuneloop.runner.errors import LogRefused
-from tuneloop.runner.logs.exchange import json_lines
 from tuneloop.runner.private_files import append_rows
 from tuneloop.runner.rewards.reply import ChatMessage, Reply, calls_of, chat_messages, plain_object, text_of
 
@@ -83,33 +81,12 @@ class RunRecord:
         row = {name: _json(getattr(self, name)) for name in named}
         return row | {name: _json(getattr(self, name)) for name in more if getattr(self, name)}
 
-    @classmethod
-    def from_dict(cls, row: Mapping[str, Any]) -> "RunRecord":
-        """What `to_dict` made. Raises ValueError for anything else."""
-        if not isinstance(row.get("conversation_id"), str):
-            raise ValueError("a record needs a conversation_id")
-        if unknown := sorted(row.keys() - set(cls.__slots__)):
-            raise ValueError(f"a record has no field {unknown[0]}")
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in row.items()
-        }
-        return cls(**fields)
-
 
 def write_records(path: Path, records: Iterable[RunRecord]) -> int:
     """Append them to a file of JSON lines, its owner's alone; how many there were. They are on disk then."""
     rows = [each.to_dict() for each in records]
     append_rows(path, rows)
     return len(rows)
-
-
-def read_records(path: Path) -> Iterator[RunRecord]:
-    """The records of such a file. Raises LogRefused for a line that is none, with its number."""
-    for number, row in json_lines(path):
-        try:
-            yield RunRecord.from_dict(row)
-        except (ValueError, TypeError) as error:
-            raise LogRefused(f"{path}:{number}: {error}") from None
 
 
 def _thoughts(messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:

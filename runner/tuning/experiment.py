@@ -187,7 +187,7 @@ class RunResult:
 class JournalState:
     """What a journal says: the runs by position and member, and what became of them.
 
-    `committed` has how many tasks a step had, if the line says so; `committing`, by model, the versions before that.
+    `committed` has how many tasks a step had; `committing`, by model, the versions before that.
     """
 
     header: dict[str, Any] | None = None
@@ -195,7 +195,7 @@ class JournalState:
     results: dict[tuple[int, int], RunResult] = field(default_factory=dict)
     unacknowledged: dict[str, RunResult] = field(default_factory=dict)
     committing: dict[int, dict[str, dict[str, int]]] = field(default_factory=dict)
-    committed: dict[int, int | None] = field(default_factory=dict)
+    committed: dict[int, int] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     ended: bool = False
@@ -217,7 +217,7 @@ class JournalState:
                 self.committing[line["step"]] = line["before"]
                 self.steps.pop(line["step"], None)
             case "committed":
-                self.committed[line["step"]] = line.get("tasks")
+                self.committed[line["step"]] = line["tasks"]
             case "step":
                 self.steps[line["step"]] = dict(line)
                 self.committing.pop(line["step"], None)
@@ -228,10 +228,7 @@ class JournalState:
 
     def is_committed(self, step: int, tasks: int) -> bool:
         """Whether all of a step is, which has so many tasks: the last one of fewer epochs may have had fewer."""
-        if step not in self.committed:
-            return False
-        known = self.committed[step]
-        return known is None or known >= tasks
+        return self.committed.get(step, -1) >= tasks
 
     def first_step(self, plan: TaskPlan) -> int:
         """The first step that is not committed; the number of steps where all are."""

@@ -2,7 +2,6 @@
 
 import importlib.util
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Protocol, Self
 
 from tuneloop.runner.collection.figures import mean_of
 from tuneloop.runner.tuning.experiment import RunResult
@@ -147,12 +146,9 @@ class View(Protocol):
 class PlainView:
     """One line for each thing that happened."""
 
-    def __init__(self, output: TextIO | None = None) -> None:
-        self._output = output
-
     def say(self, sentence: str) -> None:
         """Print a sentence."""
-        print(f"[{time.strftime('%H:%M:%S')}] {sentence}", file=self._output or sys.stdout, flush=True)
+        print(f"[{time.strftime('%H:%M:%S')}] {sentence}", flush=True)  # noqa: T201 - what it is for
 
     def run_ended(self, result: RunResult) -> None:
         """Say nothing: a step is one line."""

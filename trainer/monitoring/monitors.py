@@ -263,9 +263,7 @@ class Distance:
         try:
             base = learner.reference if learner.reference_is_base else None
             return {KL_BASE: learner.distance(base or learner.actor.reference(self._settings), sampled)}
-        except torch.OutOfMemoryError:
-            _log.warning("distance_not_measured", reason="it does not fit into the GPU's memory", step=learner.steps)
-        except EnvironmentRefused as error:
+        except (torch.OutOfMemoryError, EnvironmentRefused) as error:
             _log.warning("distance_not_measured", reason=str(error), step=learner.steps)
         finally:
             if torch.cuda.is_available():
@@ -368,10 +366,7 @@ class Monitors:
             return {}
         try:
             scored = self._held_out.score(learner.actor)
-        except torch.OutOfMemoryError:
-            _log.warning("evaluation_skipped", reason="it does not fit into the GPU's memory", step=learner.steps)
-            return {}
-        except NotEvaluated as error:
+        except (torch.OutOfMemoryError, NotEvaluated) as error:
             _log.warning("evaluation_skipped", reason=str(error), step=learner.steps)
             return {}
         score = scored["evaluation/score"]

@@ -187,19 +187,13 @@ class RemoteTeacher:
         return answers
 
     def _client(self) -> httpx.Client:
-        try:
-            return httpx.Client(
-                headers=self._headers,
-                timeout=self._timeout,
-                verify=self._tls,
-                limits=httpx.Limits(keepalive_expiry=_KEEP_S),
-                follow_redirects=True,
-            )
-        except (ImportError, ValueError, httpx.InvalidURL) as error:
-            raise EnvironmentRefused(
-                f"algorithm.distill.teacher_url: a proxy that the environment names cannot be used: {error} Correct "
-                "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, or name the teacher in NO_PROXY"
-            ) from error
+        return httpx.Client(
+            headers=self._headers,
+            timeout=self._timeout,
+            verify=self._tls,
+            limits=httpx.Limits(keepalive_expiry=_KEEP_S),
+            follow_redirects=True,
+        )
 
     def _patiently(self, client: httpx.Client, body: Mapping[str, object]) -> tuple[int, Any]:
         """Status and JSON of the answer, after a few tries. Raises TeacherAway."""

@@ -10,8 +10,7 @@ import pytest
 from tests.doubles.judge import judge_place
 from tests.install.wheels import ROOT
 from tuneloop.runner import DataCollector, RunRecord, reward_function
-from tuneloop.runner.collection.run_records import read_records, write_records
-from tuneloop.runner.errors import LogRefused
+from tuneloop.runner.collection.run_records import write_records
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"q": "invoice"}'}}
 RUN: list[dict[str, Any]] = [
@@ -84,23 +83,6 @@ def test_records_are_rewarded_by_components() -> None:
         RunRecord.of_messages("c", RUN, rewards={"a": float("nan")})
 
 
-def test_a_file_of_records_is_read_as_it_was_written(tmp_path: Path) -> None:
-    file = tmp_path / "records.jsonl"
-    collector = DataCollector()
-    for name in "ab":
-        with collector.run(name, task_id="t") as run:
-            run.add(*RUN)
-            run.reward("x", 1.0)
-        assert collector.save(file) == 1
-    assert [each.conversation_id for each in read_records(file)] == ["a", "b"]
-    again = tmp_path / "again.jsonl"
-    write_records(again, read_records(file))
-    assert again.read_text() == file.read_text()
-    file.write_text('{"conversation_id": "a", "mood": 1}\n')
-    with pytest.raises(LogRefused, match=r"records\.jsonl:1: a record has no field mood"):
-        list(read_records(file))
-
-
 AGENT = """
 import asyncio, json, sys
 from agentscope.agent import *
@@ -147,4 +129,5 @@ def test_a_file_of_records_is_its_owners_and_a_line_that_was_cut_off_costs_no_ot
     with open(file, "a") as cut:
         cut.write('{"conversation_id": "cut')
     assert write_records(file, [RunRecord(conversation_id="b"), RunRecord(conversation_id="c")]) == 2
-    assert [each.conversation_id for each in read_records(file)] == ["a", "b", "c"]
+    rows = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+    assert [row["conversation_id"] for row in rows] == ["a", "b", "c"]

@@ -15,23 +15,24 @@ from tuneloop.runner import Feedback, OutboxFull
 SYNC = os.fsync
 
 
-def refuse_syncs_of_outboxes(descriptor: int) -> None:
-    if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".records"):
-        raise OSError(errno.EIO, "of the test")
-    SYNC(descriptor)
-
-
 def rewards(service: FeedbackService) -> list[Any]:
     return [entry["reward"] for entry in service.entries]
 
 
+@pytest.mark.parametrize(("number", "raised"), [(errno.EIO, OSError), (errno.ENOSPC, OutboxFull)])
 def test_what_could_not_be_brought_to_disk_was_not_said(
-    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raised: type[Exception]
 ) -> None:
     """The caller says it again, under another key: the service must get it once."""
+
+    def refuse_syncs_of_outboxes(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".records"):
+            raise OSError(number, "of the test")
+        SYNC(descriptor)
+
     with Feedback(service.url, outbox=tmp_path) as feedback:
         monkeypatch.setattr(os, "fsync", refuse_syncs_of_outboxes)
-        with pytest.raises(OSError, match="of the test"):
+        with pytest.raises(raised, match="of the test"):
             feedback.reward("a", 1)
         assert feedback.pending == 0
         monkeypatch.setattr(os, "fsync", SYNC)
@@ -61,25 +62,3 @@ def test_what_cannot_be_set_aside_is_set_aside_later(
         assert feedback.refused == 1
     [file] = tmp_path.rglob("refused.jsonl")
     assert file.stat().st_mode & 0o077 == 0
-
-
-def of_outbox(descriptor: int) -> bool:
-    return os.readlink(f"/proc/self/fd/{descriptor}").endswith(".records")
-
-
-def test_a_disk_that_is_full_when_it_is_synced_says_so_to_who_speaks(
-    service: FeedbackService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def be_full(descriptor: int) -> None:
-        if not of_outbox(descriptor):
-            return SYNC(descriptor)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with Feedback(service.url, outbox=tmp_path) as feedback:
-        monkeypatch.setattr(os, "fsync", be_full)
-        with pytest.raises(OutboxFull, match="No space"):
-            feedback.reward("a", 1)
-        monkeypatch.setattr(os, "fsync", SYNC)
-        feedback.reward("a", 3)
-        assert feedback.flush(30)
-    assert rewards(service) == [3]

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from contextvars import copy_context
-from threading import Thread
 
 import pytest
 
@@ -48,21 +47,6 @@ async def test_tasks_do_not_see_each_others_marks(seen: Seen) -> None:
     with seen:
         await asyncio.gather(*(one(number) for number in range(10)))
     assert seen.marks() == {str(number): (f"m{number}",) for number in range(1, 10, 2)}
-
-
-def test_threads_do_not_see_each_others_marks(seen: Seen) -> None:
-    def one(number: int) -> None:
-        TrainingContext.mark(f"m{number}")
-        seen.ask(str(number))
-
-    with seen:
-        threads = [Thread(target=one, args=(number,)) for number in range(5)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        seen.ask("main")
-    assert seen.marks() == {str(number): (f"m{number}",) for number in range(5)}
 
 
 IN_A_CALL: list[Callable[[], object]] = [

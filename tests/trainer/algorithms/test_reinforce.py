@@ -75,15 +75,6 @@ def test_a_batch_that_is_better_than_before_all_alike_is_not_blown_up():
     assert _step([1.0, 1.0], after)[0] == pytest.approx([1, 1], abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["running", "task", "batch"])
-def test_rewards_as_ever_say_exactly_nothing(kind):
-    """However often the same number is averaged: 0, not the difference of two roundings."""
-    after = {}
-    for _ in range(9):
-        advantages, after = _step([0.1, 0.1, 0.1], after, tasks=["a", "b", ""], kind=kind, decay=0.95)
-        assert advantages == [0, 0, 0]
-
-
 def test_a_call_pays_for_the_divergence_of_its_tokens():
     """k2 of a difference of 2 is 2, times 0.5 a token."""
     of = calls([4.0, 2.5])

@@ -144,7 +144,7 @@ def run_in_own_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
 
     Raises RuntimeError where an event loop runs already.
     """
-    if loop_runs():
+    if running_loop():
         coroutine.close()
         raise RuntimeError("an event loop runs in this thread: await the method that ends in _async")
     with _lock:
@@ -159,13 +159,11 @@ def run_in_own_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
         raise
 
 
-def loop_runs() -> bool:
-    """Whether an event loop runs in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread, if one does."""
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop()
+    return None
 
 
 def in_daemon_thread(work: Callable[[], _Result]) -> asyncio.Future[_Result]:

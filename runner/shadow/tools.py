@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
 
+from tuneloop.runner.collection.run_records import running_loop
 from tuneloop.runner.shadow.production_calls import (
     CallTrace,
     RecordedToolCall,
@@ -254,14 +255,6 @@ class _Tool:
             return json.dumps(named, sort_keys=True, default=_repr_or_kind)
         except Exception:  # noqa: BLE001 - keys that are no texts, circles, and what classes of the app's raise
             return json.dumps({"arguments": _repr_or_kind(named)})
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop of asyncio's that runs in this thread, if one does."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def _copy_of(error: Exception) -> Exception:

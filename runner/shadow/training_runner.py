@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar, cast, overload
 
+from tuneloop.runner.collection.run_records import running_loop
 from tuneloop.runner.feedback.feedback_client import Feedback
 from tuneloop.runner.shadow.call_queue import CallQueue, NotJson, call_as_json
 from tuneloop.runner.shadow.executor import (
@@ -34,7 +35,7 @@ from tuneloop.runner.shadow.production_calls import (
     in_context,
     take_marks,
 )
-from tuneloop.runner.shadow.tools import Replay, ShadowTools, is_shadow_process, running_loop
+from tuneloop.runner.shadow.tools import Replay, ShadowTools, is_shadow_process
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 

@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from tuneloop.runner.collection.run_records import loop_runs
+from tuneloop.runner.collection.run_records import running_loop
 from tuneloop.runner.errors import ExtraMissing, ServiceAway, TuneRefused, say_without_traceback
 from tuneloop.runner.models.bound_model import make_model, wanted_client
 from tuneloop.runner.models.run import Run
@@ -246,7 +246,7 @@ def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:
         except BaseException as error:  # noqa: BLE001 - it is raised where the thread is waited for
             future.set_exception(error)
 
-    if not loop_runs():
+    if not running_loop():
         return asyncio.run(run())
     thread = threading.Thread(target=work, name="tuneloop-tune", daemon=True)
     try:

@@ -148,18 +148,3 @@ def test_replies_of_one_token_and_of_eight_thousand_are_learnt_from(settings):
     metrics = learner.step(samples)
     assert all(math.isfinite(value) for value in metrics.values())
     assert not _same(_everything(learner), before)
-
-
-def test_a_start_that_is_recomputed_is_what_was_sampled_when_nothing_is_stale(settings):
-    recomputed = {"off_policy": {"proximal": "recomputed"}, "kl_coef": 0.0}
-    learner = snapshot.load(settings(algorithm=recomputed), None)
-    fresh = []
-    for i in range(6):
-        each = sample(i, temperature=1.0)
-        ids = [*each.prompt_ids.tolist(), *each.completion_ids.tolist()]
-        logprobs = np.float32(learner.logprobs(ids)[-len(each.completion_ids) :])
-        fresh.append(sample(i, temperature=1.0, logprobs=logprobs))
-    metrics = learner.step(fresh)
-    assert metrics["off_policy/weight_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert metrics["off_policy/outside"] == 0
-    assert metrics["mismatch_kl/mean"] == pytest.approx(0.0, abs=1e-6)

@@ -254,8 +254,6 @@ def _as_text(value: Any) -> str | None:
 
 
 class DraftFile:
-    """A file to write into, which `publish` gives the name that it is for."""
-
     def __init__(self, path: Path) -> None:
         """Also deletes what is left of earlier ones. Raises OSError."""
         list(clear_left_drafts(path))

@@ -19,15 +19,7 @@ import typer
 from tuneloop.cli import files
 from tuneloop.cli.exports import NO_TOKEN_IDS
 from tuneloop.cli.files import RowLocation
-from tuneloop.cli.options import (
-    ConfigOption,
-    JsonOption,
-    SetOption,
-    TenantOption,
-    open_to_group,
-    tell,
-    with_progress,
-)
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, TenantOption, open_to_group, tell, with_progress
 from tuneloop.shared.errors import EnvironmentRefused, FileRefused, TuneloopError
 from tuneloop.shared.experience import (
     MAX_NAME,

@@ -17,15 +17,7 @@ from tuneloop.cli.erasure import erase_, purge
 from tuneloop.cli.evaluate import evaluate
 from tuneloop.cli.finetune import finetune
 from tuneloop.cli.init import init
-from tuneloop.cli.options import (
-    ConfigOption,
-    JsonOption,
-    SetOption,
-    echo,
-    existing_ledger,
-    open_to_group,
-    tell,
-)
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, echo, existing_ledger, open_to_group, tell
 from tuneloop.cli.settings import LogJsonOption, LogLevelOption, hand_on_log_options, sentence_of_tune
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import SettingsError, StartupError, TuneloopError

@@ -76,7 +76,6 @@ def sentence_of_tune(config: Path) -> str:
 
 
 def notes_on(settings: Settings) -> list[str]:
-    """What is allowed, and may not be meant."""
     unbounded = settings.algorithm.unbounded if settings.mode != "serve" else None
     attached = settings.mode != "train" and settings.explorer.rollout_model.engine_urls
     plugin = attached and f"{plugin_sentence(of_others=True)}. `tuneloop doctor` says which engines have the plugin"

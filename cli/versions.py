@@ -8,19 +8,11 @@ import msgspec
 import typer
 
 from tuneloop.cli.command_group import CommandGroup
-from tuneloop.cli.options import (
-    ConfigOption,
-    JsonOption,
-    SetOption,
-    existing_ledger,
-    operator_name,
-    tell,
-)
+from tuneloop.cli.options import ConfigOption, JsonOption, SetOption, existing_ledger, operator_name, tell
 from tuneloop.shared.evaluation.scores import TASKS
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.logging import visible
 from tuneloop.shared.operations.diagnosis import ago, moment, number
-from tuneloop.shared.operations.version_comparison import MIN_SOURCES, Comparison, Mean, ScorePair, compare_versions
 from tuneloop.shared.operations.version_decisions import (
     DecisionRequest,
     DecisionResult,
@@ -31,9 +23,14 @@ from tuneloop.shared.operations.version_decisions import (
     unpin,
 )
 from tuneloop.shared.operations.version_report import (
+    MIN_SOURCES,
+    Comparison,
+    Mean,
+    ScorePair,
     ScoreRow,
     VersionReport,
     VersionRow,
+    compare_versions,
     list_versions,
     report_version,
 )

@@ -262,7 +262,6 @@ def sha256_of(path: Path) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring a folder's names to disk (or a file's bytes)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -288,7 +287,6 @@ def newest_with_state(places: Mapping[int, Path], *, upto: int) -> int:
 
 
 def files_at(path: Path, manifest: Manifest) -> list[File]:
-    """The files that must be in the folder: critic and optimiser only where it has them."""
     return [*(file for file in manifest.files if stays(file.path)), *_state_files(path, manifest)]
 
 
@@ -386,7 +384,6 @@ class CheckpointStore:
         return files
 
     def describe(self, staging: Path, manifest: Manifest) -> str:
-        """Write the manifest into a sealed folder, and bring it to disk; returns its sha256."""
         sha256 = self._write(staging / MANIFEST, manifest)
         staging.chmod(self._folder_mode)
         sync_folder(staging)

@@ -102,8 +102,6 @@ class LedgerError(TuneloopError):
 
 
 class StaleEpoch(LedgerError):
-    """A trainer with a newer epoch has taken over."""
-
     exit_code = 4
 
 

@@ -39,7 +39,6 @@ def hold(root: Path, folders: Collection[Path]) -> Iterator[Path]:
 
 
 def clear_held(root: Path) -> None:
-    """Delete what is held for nobody any more."""
     for path in root.glob(f"{_HOLDING}*"):
         with suppress(OSError), _lock(path):
             shutil.rmtree(path, ignore_errors=True)

@@ -166,7 +166,6 @@ class MarkLock:
         return self._try(fcntl.LOCK_EX)
 
     def is_held_by_another(self) -> bool:
-        """Whether somebody else has it. Not for who may have it: it would be lost."""
         if not self._try(fcntl.LOCK_SH):
             return True
         self.release()

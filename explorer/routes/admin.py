@@ -22,7 +22,6 @@ from tuneloop.shared.ledger.keys import AccessKey, KeyGrant, KeyLimits
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import Policy
 from tuneloop.shared.operations.policy_report import PolicyDraft, create_policy, list_policies
-from tuneloop.shared.operations.version_comparison import compare_versions
 from tuneloop.shared.operations.version_decisions import (
     DecisionRequest,
     DecisionResult,
@@ -32,7 +31,7 @@ from tuneloop.shared.operations.version_decisions import (
     roll_back,
     unpin,
 )
-from tuneloop.shared.operations.version_report import list_events, list_versions, report_version
+from tuneloop.shared.operations.version_report import compare_versions, list_events, list_versions, report_version
 from tuneloop.shared.settings.settings import Settings
 
 #: The longest reason, in characters.

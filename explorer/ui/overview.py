@@ -13,7 +13,7 @@ from tuneloop.shared.ledger.facts import Facts, LedgerFacts, Rules
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger, Version
 from tuneloop.shared.operations.diagnosis import diagnose, number
 from tuneloop.shared.operations.doctor import MAX_DROP_REASONS, WAITS_FOR
-from tuneloop.shared.operations.version_comparison import MIN_SOURCES, welch
+from tuneloop.shared.operations.version_report import MIN_SOURCES, welch
 from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.settings import Settings
 

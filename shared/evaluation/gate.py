@@ -18,8 +18,6 @@ _Values = Mapping[tuple[str, str], float]
 
 
 class GateVerdict(NamedTuple):
-    """Whether a candidate passed, why not, and the figures of both versions by name, as they go into an event."""
-
     passed: bool
     reasons: tuple[str, ...]
     figures: dict[str, Any]

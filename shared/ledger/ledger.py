@@ -105,7 +105,6 @@ class Ledger:
         )
 
     def of_policy(self, policy: int) -> "Ledger":
-        """This ledger, with the versions and alarms of another policy in the place of the default policy's."""
         if policy == DEFAULT:
             return self
         line = copy.copy(self)

@@ -77,7 +77,6 @@ class Policies(LedgerPart):
         return found[0]
 
     def learnt_from(self, trained: Collection[int]) -> list[str]:
-        """The names of the policies whose weights hold what these versions were trained on, as theirs or copied."""
         names, rows = self._read_together(
             select(policies.c.id, policies.c.name).order_by(policies.c.id),
             select(versions.c.version, versions.c.policy, versions.c.path).order_by(versions.c.version),
@@ -95,7 +94,6 @@ class Policies(LedgerPart):
         return {policy: count for policy, count in self._read(counted)}
 
     def in_training(self, number: int, tenant: str | None = None) -> dict[State, int]:
-        """How many rows of a policy, a tenant's or all, are committed and how many are leased."""
         found = {}
         for state in (State.COMMITTED, State.LEASED):
             chosen: Any = text(f"state = '{state}'")  # not a parameter: the partial indexes would not be used
@@ -422,7 +420,6 @@ class Jobs(LedgerPart):
         return self.get(job_id)
 
     def note(self, job_id: str, message: str, *, level: str = "info", data: Mapping[str, Any] | None = None) -> None:
-        """Add an event; one with `data` is of type metrics."""
         with self._write() as connection:
             note_event(connection, job_id, self._clock(), message, level=level, data=data)
 

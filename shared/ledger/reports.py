@@ -87,7 +87,6 @@ class Reports(LedgerPart):
         return FirstReply(unpack_text(rows[0].request), rows[0].text) if rows else None
 
     def newest_names(self, *, among: int) -> list[tuple[str, str]]:
-        """The tenants and ids of the newest replies that engines have answered, which no import has brought."""
         query = select(experiences.c.tenant, experiences.c.msg_id).join(
             exchanges, exchanges.c.msg_id == experiences.c.msg_id
         )
@@ -250,7 +249,6 @@ class Reports(LedgerPart):
         return []
 
     def audit(self) -> list[str]:
-        """The same by looking at every row: minutes, where there are many millions."""
         found = self.imbalance()
         # What an index has each.
         by_state, by_version = (experiences.c.state, _counted.state), (experiences.c.version_min, _counted.version)

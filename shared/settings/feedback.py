@@ -10,15 +10,7 @@ import regex
 from pydantic import AfterValidator, Field
 
 from tuneloop.shared.experience import DEFAULT_TENANT, TrustedRaters, is_tenant_name
-from tuneloop.shared.settings.types import (
-    Address,
-    NotNegativeReal,
-    Real,
-    Seconds,
-    Secret,
-    Section,
-    Share,
-)
+from tuneloop.shared.settings.types import Address, NotNegativeReal, Real, Seconds, Secret, Section, Share
 
 _CRITERIA: Mapping[str, str] = MappingProxyType(
     {

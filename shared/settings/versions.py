@@ -7,13 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, model_validator
 
-from tuneloop.shared.settings.types import (
-    AboveOne,
-    Positive,
-    Seconds,
-    Section,
-    Share,
-)
+from tuneloop.shared.settings.types import AboveOne, Positive, Seconds, Section, Share
 
 
 def _a_function(value: str) -> str:

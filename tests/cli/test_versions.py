@@ -23,7 +23,7 @@ from tuneloop.shared.experience import Evaluator
 from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.ledger.storage.schema import evaluations
 from tuneloop.shared.ledger.versions.versions import Versions
-from tuneloop.shared.operations.version_comparison import welch
+from tuneloop.shared.operations.version_report import welch
 from tuneloop.shared.settings.loader import load_settings
 
 pytestmark = pytest.mark.contract

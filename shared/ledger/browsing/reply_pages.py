@@ -104,7 +104,6 @@ class ReplyPage(NamedTuple):
 
 class ReplyPages(ReplyTexts):
     def page(self, tenant: str, wanted: ReplyFilter, *, after: ReplyCursor | None, limit: int) -> ReplyPage:
-        """The next replies that are `wanted`, the newest first; fewer than `limit` where their requests are long."""
         examined, bound = self._select_examined(tenant, wanted, after)
         most = MAX_READ if wanted.text else limit + 1
         keys = [ReplyCursor(*row) for row in self._read(_matching(examined, tenant, wanted).limit(most))]
@@ -319,8 +318,6 @@ class _Digests(NamedTuple):
 
 
 class _Prompt(msgspec.Struct):
-    """What makes two prompts the same: not how was sampled."""
-
     messages: Any = msgspec.UNSET
     prompt: Any = msgspec.UNSET
     input: Any = msgspec.UNSET

@@ -88,7 +88,6 @@ def _sampled_meanwhile(found: Mismatch) -> ColumnElement[bool]:
 
 
 def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) -> list[Exchange]:
-    """The exchanges, those marked that an engine answered when it was not what it should have been."""
     mismatched = connection.execute(_MISMATCHES).all()
     found = []
     for each in new_exchanges:

@@ -288,7 +288,6 @@ class StoredCompletions(RewardsPart):
         return CompletionPage([found[msg_id] for msg_id in keys if msg_id in found], more)
 
     def get(self, tenant: str, msg_id: str, *, endpoint: str = ENDPOINT) -> StoredExchange | None:
-        """One completion; of another endpoint, one exchange."""
         return self._read_stored(tenant, [msg_id], endpoint).get(msg_id)
 
     def replies_of_trace(self, tenant: str, keys: Collection[str], *, most: int) -> list[str]:

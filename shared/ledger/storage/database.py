@@ -290,8 +290,6 @@ class DatabaseFile:
 
 
 class Transactions:
-    """Reads and writes of one database; the parts of a ledger share one of these."""
-
     def __init__(self, engine: Engine, *, clock: Callable[[], float] = steady_clock) -> None:
         self.engine = engine
         #: The time of now, in seconds since 1970.

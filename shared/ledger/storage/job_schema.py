@@ -1,17 +1,6 @@
 """The tables of files and fine-tuning jobs. What a job learns from are experiences of its policy."""
 
-from sqlalchemy import (
-    BigInteger,
-    CheckConstraint,
-    Column,
-    Double,
-    ForeignKey,
-    Index,
-    Integer,
-    String,
-    Table,
-    Text,
-)
+from sqlalchemy import BigInteger, CheckConstraint, Column, Double, ForeignKey, Index, Integer, String, Table, Text
 
 from tuneloop.shared.experience import JobState
 from tuneloop.shared.ledger.storage.database import Utf8Text

@@ -63,8 +63,6 @@ def due_at(events: Iterable[float], rewarded_at: float) -> float:
 
 
 class AutomaticCommit(RewardsPart):
-    """The verbs that commit what is due. Whoever calls them, however often, commits the same rows."""
-
     def is_due(self, policies: Collection[int]) -> bool:
         """Whether a row of these policies may be due, or gets the default reward; changes nothing."""
         now = self._clock()
@@ -79,7 +77,6 @@ class AutomaticCommit(RewardsPart):
         return any(self._read(select(each))[0][0] for each in (*wanted, *restless))
 
     def reward_by_default(self) -> int:
-        """Give a page of rows `reward.default` whose window closed without feedback; how many."""
         with self._write() as connection:
             if (rewarding := self._rewards.by_default(connection)) is None:
                 return 0

@@ -196,7 +196,6 @@ class Runs(LedgerPart):
         return int(self._read(query.where(*_of_run(tenant, task_id, run_id)))[0][0])
 
     def count_tokens(self, tenant: str, task_id: str, run_id: str) -> RunTokens:
-        """What merging its calls saves; its corrections and purged replies are left out."""
         rows = select(experiences.c.blob).where(*_of_run(tenant, task_id, run_id), experiences.c.correction == 0)
         found = self._read(rows.order_by(*_SAMPLED_ORDER))
         return count_tokens(CallTokens(*from_blob(row.blob)[:2]) for row in found)

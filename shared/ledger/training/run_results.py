@@ -120,7 +120,6 @@ def _calls_before(connection: Connection, rows: Sequence[Any], which: ColumnElem
 
 
 def lock_rows(connection: Connection, ids: Collection[int]) -> dict[int, Any]:
-    """The rows by their ids, as they are now that nobody else can change them. All lock in this order."""
     columns = [experiences.c[name] for name in ("id", "state", "group_id", "reward", "rewarded_at", "committed_at")]
     found: dict[int, Any] = {}
     for portion in portions(sorted(ids)):

@@ -12,12 +12,7 @@ from tuneloop.shared.ledger.policies import Policy, drop_waiting, policy_of, req
 from tuneloop.shared.ledger.recording.recording import LEASE_S
 from tuneloop.shared.ledger.recording.rewards import RewardsPart
 from tuneloop.shared.ledger.storage.codec import sample
-from tuneloop.shared.ledger.storage.database import (
-    again_after_deadlock,
-    alone,
-    find,
-    portions,
-)
+from tuneloop.shared.ledger.storage.database import again_after_deadlock, alone, find, portions
 from tuneloop.shared.ledger.storage.job_schema import jobs
 from tuneloop.shared.ledger.storage.schema import COMMITTED, RESTORE, epochs, experiences, experiment, versions
 from tuneloop.shared.ledger.training.batches import Backlog, claim, demonstrations, expire, trim

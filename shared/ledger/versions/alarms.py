@@ -29,8 +29,6 @@ class Alarm(NamedTuple):
 
 
 class Alarms(LedgerPart):
-    """What is wrong with the training of one policy, as its monitors say it. `all` are those of every policy."""
-
     def __init__(self, transactions: Transactions, policy: int = 0) -> None:
         super().__init__(transactions)
         self._transactions, self._policy = transactions, policy
@@ -68,7 +66,6 @@ class Alarms(LedgerPart):
             return connection.execute(found.values(cleared)).rowcount > 0
 
     def keep_own(self, name: str, reason: str | None, *, about: str, opened: Collection[Alarm]) -> bool:
-        """Have a machine's alarm, known by its `about`, open while there is a reason; whether it was raised now."""
         same = [each for each in opened if each.name == name]
         if reason is not None:
             return not same and self.raise_alarm(Alarm(name, about + reason))

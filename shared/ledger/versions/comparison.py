@@ -108,7 +108,6 @@ class RewardHistory(LedgerPart):
         return SampleStatistics(replies, len(totals), mean, spread(replies, len(totals), squares, replies), binary)
 
     def feedback_to_served(self, version: int) -> list[float]:
-        """The seconds from the feedback of replies that a version was trained on until it was served, in order."""
         delay = versions.c.served_at - experiences.c.rewarded_at
         query = select(delay).join_from(experiences, versions, versions.c.version == experiences.c.trained_version)
         of_it = and_(experiences.c.trained_version == version, versions.c.served_at.is_not(None))
@@ -130,7 +129,6 @@ class Evaluation(NamedTuple):
 
 class Evaluations(LedgerPart):
     def trained_on(self, version: int) -> dict[int, int]:
-        """How many rows the version was trained on, by the version that began them; those since deleted are missing."""
         sampled = experiences.c.version_min
         query = select(sampled, func.count()).where(experiences.c.trained_version == version)
         return {row[0]: row[1] for row in self._read(query.group_by(sampled).order_by(sampled))}

@@ -100,8 +100,6 @@ _NEWEST_OF_KEYS = select(_KEYS.c.tenant, _KEYS.c.key, _NEWEST.label("newest"))
 
 
 class KeyWithFeedback(NamedTuple):
-    """A key of a tenant, None for who has none, and the id of its newest event."""
-
     tenant: str
     key: str | None
     newest: int
@@ -149,7 +147,6 @@ class ReplyExcerpt(NamedTuple):
 
 class Drift(LedgerPart):
     def newest_replies(self, count: int, *, marks: Sequence[str] = (), policy: int = 0) -> list[ReplyExcerpt]:
-        """A policy's newest `count` replies among the newest 10 * `count`; `marks` call for the request."""
         newest = select(experiences.c.id).where(experiences.c.correction == 0).order_by(experiences.c.id.desc())
         part = newest.limit(count * _STRETCH).subquery()
         columns = (experiences.c.msg_id, func.substr(experiences.c.text, 1, LONGEST), experiences.c.tool_calls)

@@ -8,18 +8,7 @@ from sqlalchemy import Engine, event, text
 
 from tests.conftest import Place
 from tests.databases import engine_of, put_file
-from tests.factories import (
-    committed,
-    exchange,
-    experience,
-    feedback,
-    fill,
-    ids,
-    leased,
-    published,
-    rewarded,
-    trained,
-)
+from tests.factories import committed, exchange, experience, feedback, fill, ids, leased, published, rewarded, trained
 from tests.shared.ledger.test_races import at_once
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine
 
-from tests.factories import (
-    committed,
-    exchange,
-    experience,
-    feedback,
-    leased,
-    rewarded,
-    trained,
-)
+from tests.factories import committed, exchange, experience, feedback, leased, rewarded, trained
 from tuneloop.shared.experience import Kind, State
 from tuneloop.shared.ledger.facts import TRAINER_SEEN_S, Facts, LedgerFacts, Rules, StateCount, Trainer, Weights
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
@@ -45,15 +37,20 @@ def served(ledger: Ledger) -> Ledger:
     return ledger
 
 
+def the_only(found: dict[Code, str], code: Code) -> str:
+    assert list(found) == [code]
+    return found[code]
+
+
 def test_every_reason_is_written_down() -> None:
     page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
     assert [code for code in Code if f"\n| `{code}` |" not in page] == []
 
 
 def test_an_experiment_that_has_just_begun(ledger: Ledger) -> None:
-    found = reasons(served(ledger))
-    assert list(found) == [Code.NOTHING_RECORDED]
-    assert found[Code.NOTHING_RECORDED].startswith("no experience was recorded yet: send requests")
+    assert the_only(reasons(served(ledger)), Code.NOTHING_RECORDED).startswith(
+        "no experience was recorded yet: send requests"
+    )
 
 
 def test_no_feedback_has_come(ledger: Ledger) -> None:
@@ -107,9 +104,7 @@ def test_what_is_rewarded_is_not_committed(ledger: Ledger) -> None:
 
 def test_a_batch_is_not_full(ledger: Ledger) -> None:
     committed(served(ledger), 3)
-    found = reasons(ledger, Rules(5))
-    assert list(found) == [Code.BATCH_NOT_FULL]
-    assert found[Code.BATCH_NOT_FULL].startswith("a step takes 5, 3 can be had now")
+    assert the_only(reasons(ledger, Rules(5)), Code.BATCH_NOT_FULL).startswith("a step takes 5, 3 can be had now")
 
 
 def test_what_the_trainer_holds_already_counts_for_the_batch(ledger: Ledger) -> None:
@@ -122,17 +117,17 @@ def test_a_group_is_not_complete(ledger: Ledger) -> None:
     policy = BatchRules(group_by="task", group_size=2)
     committed(served(ledger), 2, task_id="a", run_id="first")
     assert ledger.training.lease(1, 2, policy) == []
-    found = reasons(ledger, Rules(2, group_by="task"), policy)
-    assert list(found) == [Code.GROUPS_INCOMPLETE]
-    assert found[Code.GROUPS_INCOMPLETE].startswith("2 committed experiences wait until their task is complete")
+    assert the_only(reasons(ledger, Rules(2, group_by="task"), policy), Code.GROUPS_INCOMPLETE).startswith(
+        "2 committed experiences wait until their task is complete"
+    )
 
 
 def test_what_is_committed_is_too_old(ledger: Ledger) -> None:
     trained(ledger)
     committed(ledger, 2)
-    found = reasons(ledger, policy=BatchRules(max_staleness=0))
-    assert list(found) == [Code.TOO_STALE]
-    assert found[Code.TOO_STALE].startswith("2 committed experiences too old for the next")
+    assert the_only(reasons(ledger, policy=BatchRules(max_staleness=0)), Code.TOO_STALE).startswith(
+        "2 committed experiences too old for the next"
+    )
 
 
 def test_all_has_expired(ledger: Ledger) -> None:
@@ -140,17 +135,17 @@ def test_all_has_expired(ledger: Ledger) -> None:
     committed(ledger, 2)
     policy = BatchRules(max_staleness=0)
     ledger.training.lease(ledger.training.take_epoch("host:1"), 2, policy)
-    found = reasons(ledger, policy=policy)
-    assert list(found) == [Code.ALL_EXPIRED]
-    assert found[Code.ALL_EXPIRED].startswith("2 experiences expired and none is left")
+    assert the_only(reasons(ledger, policy=policy), Code.ALL_EXPIRED).startswith(
+        "2 experiences expired and none is left"
+    )
 
 
 def test_nothing_can_be_trained_on(ledger: Ledger) -> None:
     why = ["cut off", "cut off", "sampled with top_p"]
     served(ledger).recording.record([exchange(experiences=(experience(drop_reason=each),)) for each in why])
-    found = reasons(ledger)
-    assert list(found) == [Code.NOT_TRAINABLE]
-    assert found[Code.NOT_TRAINABLE].startswith("3 of the last 3 experiences cannot be trained on, most often: cut off")
+    assert the_only(reasons(ledger), Code.NOT_TRAINABLE).startswith(
+        "3 of the last 3 experiences cannot be trained on, most often: cut off"
+    )
 
 
 def test_nothing_is_a_sample_of_the_policy(ledger: Ledger) -> None:
@@ -186,9 +181,7 @@ def test_that_nothing_is_learnt_is_a_reason_whatever_else_holds(ledger: Ledger) 
 
 def test_no_trainer_has_ever_started(ledger: Ledger) -> None:
     committed(ledger, 2)
-    found = reasons(ledger)
-    assert list(found) == [Code.NO_TRAINER]
-    assert found[Code.NO_TRAINER].startswith("no trainer has ever started")
+    assert the_only(reasons(ledger), Code.NO_TRAINER).startswith("no trainer has ever started")
 
 
 def test_the_trainer_has_stopped(ledger: Ledger) -> None:
@@ -203,16 +196,14 @@ def test_the_trainer_has_stopped(ledger: Ledger) -> None:
 def test_the_trainer_is_dead(ledger: Ledger) -> None:
     leased(served(ledger), 2)
     assert list(reasons(ledger)) == [Code.LEASED]
-    found = reasons(ledger, in_s=TRAINER_SEEN_S + 5)
-    assert list(found) == [Code.NO_TRAINER]
-    assert found[Code.NO_TRAINER].startswith("trainer trainer was last seen at 20")
+    assert the_only(reasons(ledger, in_s=TRAINER_SEEN_S + 5), Code.NO_TRAINER).startswith(
+        "trainer trainer was last seen at 20"
+    )
 
 
 def test_a_step_is_being_made(ledger: Ledger) -> None:
     leased(served(ledger), 2)
-    found = reasons(ledger, in_s=20)
-    assert list(found) == [Code.LEASED]
-    assert re.match(r"2 experiences in training, for 2\d s at most", found[Code.LEASED])
+    assert re.match(r"2 experiences in training, for 2\d s at most", the_only(reasons(ledger, in_s=20), Code.LEASED))
 
 
 def test_all_steps_are_done(ledger: Ledger) -> None:

@@ -15,7 +15,7 @@ from tuneloop.shared.ledger.ledger import Alarm, Ledger
 from tuneloop.shared.operations.doctor import as_json, as_text, examine_experiment
 from tuneloop.shared.settings.settings import Settings
 
-SINCE = r"for \d s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+SINCE = r"for \d+ s, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
 
 
 @pytest.fixture

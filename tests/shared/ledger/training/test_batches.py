@@ -16,14 +16,7 @@ from tests.shared.ledger.training.test_run_results import ON_POSTGRESQL, between
 from tuneloop.shared.experience import Sample, State
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.training.batches import (
-    EDITED_GROUPS,
-    TENANTS,
-    UNSAMPLED,
-    by_index,
-    next_groups,
-    next_of,
-)
+from tuneloop.shared.ledger.training.batches import EDITED_GROUPS, TENANTS, UNSAMPLED, by_index, next_groups, next_of
 
 
 @pytest.fixture

@@ -7,17 +7,7 @@ import pytest
 from sqlalchemy import Engine
 
 from tests.doubles.clock import Clock
-from tests.factories import (
-    committed,
-    exchange,
-    experience,
-    feedback,
-    fill,
-    ids,
-    leased,
-    published,
-    trained,
-)
+from tests.factories import committed, exchange, experience, feedback, fill, ids, leased, published, trained
 from tests.shared.ledger.reading import rows
 from tuneloop.shared.errors import LedgerError, StaleEpoch
 from tuneloop.shared.experience import State, pack_ids, pack_logprobs

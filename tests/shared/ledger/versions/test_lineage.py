@@ -1,7 +1,6 @@
 from tests.factories import committed, experience, ids, leased, published, trained
 from tuneloop.shared.ledger.ledger import Ledger
-from tuneloop.shared.operations.version_comparison import compare_versions
-from tuneloop.shared.operations.version_report import list_versions, report_version
+from tuneloop.shared.operations.version_report import compare_versions, list_versions, report_version
 
 
 def test_a_version_tells_whose_replies_it_was_trained_on(ledger: Ledger) -> None:

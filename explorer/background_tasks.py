@@ -1,6 +1,7 @@
 """Runs what the explorer does beside the requests: one loop for every periodic task, and one way for a task to fail."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, NoReturn
 
@@ -53,3 +54,14 @@ async def run_task(task: Task, on_failure: OnFailure) -> None:
         # A bug. Its task is gone, so go down and be started again rather than go on without it.
         log.exception("task_failed")
         on_failure(TuneloopError(f"an internal error: {error!r}"))
+
+
+#: Full collections are rare then; what a reply or a record is made of is freed by its references' counts.
+_THRESHOLD = (20_000, 20, 20)
+
+
+def freeze_garbage() -> None:
+    """Look no more through what this process has opened and imported until now."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*_THRESHOLD)

@@ -73,12 +73,11 @@ class Drain:
         refused: Callable[[], None],
         failed: Callable[[TuneloopError], None],
         keep_s: float = KEEP_S,
-        stop_s: float = STOP_S,
     ) -> None:
         self.owners: set[str] = set()
         self._folder, self._recording = folder, recording
         self._taken, self._report, self._refused, self._failed = taken, tell, refused, failed
-        self._keep_s, self._stop_s, self._stop_at = keep_s, stop_s, float("inf")
+        self._keep_s, self._stop_at = keep_s, float("inf")
         self._offsets: dict[str, int] = {}  # up to which the ledger has each file
         self._numbers: dict[str, int] = {}  # and the number of the last record there
         self._others: set[str] = set()  # files that another service reads
@@ -103,8 +102,8 @@ class Drain:
         self._thread.start()
 
     def stop(self) -> None:
-        """Move what is there, for `stop_s` and unless the database is away: the rest waits for the next start."""
-        self._stop_at = time.monotonic() + self._stop_s
+        """Move what is there, for STOP_S and unless the database is away: the rest waits for the next start."""
+        self._stop_at = time.monotonic() + STOP_S
         self._stop.set()
         self._wake.set()
         self._thread.join()

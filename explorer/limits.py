@@ -103,17 +103,16 @@ class Bucket:
 
 
 class KeyMeter:
-    def __init__(self, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, limits: KeyLimits) -> None:
         self.usage = KeyUsage()
         self._others = KeyUsage()
         self._max_concurrent = limits.max_concurrent
         rates = {name: getattr(limits, f"{name}_per_minute") for name in ("requests", "tokens", "feedback")}
-        self._buckets = {name: Bucket(rate, clock()) for name, rate in rates.items() if rate is not None}
+        self._buckets = {name: Bucket(rate, time.monotonic()) for name, rate in rates.items() if rate is not None}
 
     def admit(self, *, brings_feedback: bool = False) -> None:
         """Count a request. Raises RequestRefused for one beyond a limit, feedback too before its body comes."""
-        usage, now = self.usage, self._clock()
+        usage, now = self.usage, time.monotonic()
         if self._max_concurrent is not None and usage.concurrent + self._others.concurrent >= self._max_concurrent:
             raise _too_much(f"{self._max_concurrent} requests of this key are being answered", "concurrency", _RETRY_S)
         for name, bucket in self._buckets.items():
@@ -132,7 +131,7 @@ class KeyMeter:
     def take_feedback(self, count: int) -> None:
         """So many events are to be stored. Raises RequestRefused where they are more than it may bring now."""
         if (bucket := self._buckets.get("feedback")) is not None:
-            if bucket.fill(self._clock()) < count:
+            if bucket.fill(time.monotonic()) < count:
                 wait_s = bucket.wait_s(min(count, bucket.capacity))
                 raise _too_much(f"{_sentence('feedback', bucket)}, and these are {count}", "feedback", wait_s)
             bucket.level -= count

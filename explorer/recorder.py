@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -68,9 +67,8 @@ class OutboxLimits:
         max_bytes: int,
         max_age_s: float,
         check_database: Callable[[], None] = lambda: None,
-        disk: Callable[[Path], os.statvfs_result] = os.statvfs,
     ) -> None:
-        self._outbox, self._check_database, self._disk = outbox, check_database, disk
+        self._outbox, self._check_database = outbox, check_database
         self._max_bytes, self._max_age_s = max_bytes, max_age_s
         self.status = OutboxStatus()
         self._bytes_at_status = 0  # what we had written when the status was told
@@ -89,7 +87,7 @@ class OutboxLimits:
         except LedgerForbidden as error:
             self._misplaced = f"the database is not there any more: {error}"
         try:
-            disk, self._written = self._disk(self._outbox.folder), self._outbox.written
+            disk, self._written = os.statvfs(self._outbox.folder), self._outbox.written
             if self.broken is not None:
                 with tempfile.TemporaryFile(dir=self._outbox.folder) as file:
                     file.write(_PROOF)

@@ -26,8 +26,7 @@ class CachingEngine(Protocol):
 
 
 class PrefixAffinity:
-    def __init__(self, max_entries: int = MAX_ENTRIES) -> None:
-        self._max_entries = max_entries
+    def __init__(self) -> None:
         #: By prefix hash: the engines' numbers, and how often their weights had changed by then.
         self._engines: OrderedDict[int, dict[int, int]] = OrderedDict()
 
@@ -38,7 +37,7 @@ class PrefixAffinity:
         last = prefix_hashes[-1]
         self._engines.setdefault(last, {})[engine.number] = engine.loads
         self._engines.move_to_end(last)
-        if len(self._engines) > self._max_entries:
+        if len(self._engines) > MAX_ENTRIES:
             self._engines.popitem(last=False)
 
     def engines_with_prefix(self, prefix_hashes: Sequence[int], engines: Sequence[CachingEngine]) -> list[set[int]]:

@@ -373,13 +373,6 @@ class EngineControl:
         except (LookupError, TypeError, ValueError) as error:
             raise EngineError(f"/tokenize: its answer cannot be read: {error!r}") from error
 
-    async def max_sequence_length(self) -> int:
-        """How many tokens a prompt and its reply may have together. Raises EngineError."""
-        try:
-            return int((await self.query("/tokenize", prompt="a"))["max_model_len"])
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(f"/tokenize: its answer cannot be read: {error!r}") from error
-
     async def _logprobs(self, prompt_ids: list[int]) -> list[float]:
         """Of each id but the first, given those before it. vLLM does not use its prefix cache for this."""
         choice = await self._complete(prompt=prompt_ids, max_tokens=1, prompt_logprobs=0)

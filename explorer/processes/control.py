@@ -14,7 +14,7 @@ from typing import Any
 
 import structlog
 
-from tuneloop.explorer.background_tasks import run_task
+from tuneloop.explorer.background_tasks import freeze_garbage, run_task
 from tuneloop.explorer.channel import (
     AnnounceOwner,
     AnswerAtOnce,
@@ -50,7 +50,6 @@ from tuneloop.explorer.engines.model_routes import PolicyView
 from tuneloop.explorer.limits import SharedUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.older_spool import convert
-from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError

@@ -21,7 +21,7 @@ import uvloop
 
 from tuneloop.explorer.app import Services, create_app, open_outbox, open_services
 from tuneloop.explorer.auth import Gatekeeper
-from tuneloop.explorer.background_tasks import Task, every
+from tuneloop.explorer.background_tasks import Task, every, freeze_garbage
 from tuneloop.explorer.channel import (
     AnnounceOwner,
     AnswerAtOnce,
@@ -51,7 +51,6 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.limits import KeyUsage, descriptors_left
 from tuneloop.explorer.metrics import Metrics, process_samples
-from tuneloop.explorer.processes.garbage import freeze_garbage
 from tuneloop.explorer.processes.patient_ledger import PatientLedger
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.explorer.tokens import TokenSigner

@@ -116,14 +116,14 @@ def build_overview(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def reward_points(ledger: Ledger, versions: list[Version], *, shown: int = SHOWN) -> list[RewardPoint]:
+def reward_points(ledger: Ledger, versions: list[Version]) -> list[RewardPoint]:
     points = []
     for version in reversed(versions):
         found = newest_rewards(ledger, version.version)
         if found.replies:
             ends = found.interval or (None, None)
             points.append(RewardPoint(version.version, version.state, found.replies, found.units, found.mean, *ends))
-        if len(points) == shown:
+        if len(points) == SHOWN:
             break
     return points[::-1]
 

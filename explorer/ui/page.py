@@ -16,10 +16,9 @@ from tuneloop.explorer.routes.api_operations import OPERATIONS, Operation, descr
 from tuneloop.explorer.ui.conversation import read_calls, read_request
 from tuneloop.explorer.ui.operations import add_operations
 from tuneloop.explorer.ui.overview import LedgerCounts
-from tuneloop.explorer.ui.pages import SENTENCES, add_exchanges, add_overview, parse_cursor, show_exchange
+from tuneloop.explorer.ui.pages import SENTENCES, add_exchanges, add_overview, add_versions, parse_cursor, show_exchange
 from tuneloop.explorer.ui.sessions import PATH
 from tuneloop.explorer.ui.site import Site, add_site
-from tuneloop.explorer.ui.version_pages import add_versions
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Outcome

@@ -88,7 +88,6 @@ class CandidateEvaluation:
         ledger: Ledger,
         metrics: Metrics,
         reloader: Reloader,
-        again_s: float = AGAIN_S,
     ) -> None:
         self._settings = settings
         self._fleet = fleet
@@ -97,7 +96,6 @@ class CandidateEvaluation:
         self._gate = reloader.gate
         self._verifier = Verifier.of(settings)
         self._metrics = metrics
-        self._again_s = again_s
         self._not_before: dict[int, float] = {}
         self._deaths: Counter[int] = Counter()
 
@@ -121,7 +119,7 @@ class CandidateEvaluation:
             await self._evaluate(candidate, champion)
         except (NotEvaluated, EnvironmentRefused) as error:
             self._gate.give_up(candidate, str(error))
-            self._not_before[candidate.version] = time.monotonic() + self._again_s
+            self._not_before[candidate.version] = time.monotonic() + AGAIN_S
 
     async def _evaluate(self, candidate: Version, champion: Version) -> None:
         started = time.monotonic()

@@ -365,7 +365,7 @@ PATIENCE_S = 300.0
 class Gate:
     """Stands between a candidate and whoever would serve it. Raises EnvironmentRefused without tasks or judge."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, settings: Settings, ledger: Ledger) -> None:
         self.mode = settings.gate.mode
         self.tasks = tasks_of(settings.monitor.evaluation) if self.mode != "off" else []
         self.on_engine = self.mode != "off" and evaluator_of(settings) is Evaluator.ENGINE
@@ -375,7 +375,6 @@ class Gate:
         self._evaluator = evaluator_of(settings)
         self._fingerprint = fingerprint(self.tasks, settings.monitor.evaluation, settings.judge)
         self._ledger = ledger
-        self._patience_s = patience_s
         self._unanswered: dict[int, str] = {}
         self._reported: set[int] = set()
 
@@ -387,7 +386,7 @@ class Gate:
             # The trainer reports by itself, whenever it is done.
             return not self.on_engine or candidate.version in self._unanswered
         if verdict is None:
-            if candidate.version not in self._reported and steady_clock() - candidate.created_at > self._patience_s:
+            if candidate.version not in self._reported and steady_clock() - candidate.created_at > PATIENCE_S:
                 self._reported.add(candidate.version)
                 whose = "an engine to be tried on" if self.on_engine else "the trainer's evaluation"
                 why = self._unanswered.get(candidate.version, "there is none yet")

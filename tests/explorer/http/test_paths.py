@@ -39,6 +39,14 @@ def test_a_404_says_what_was_meant(explorer: RunningExplorer, method: str, path:
     assert meant.format(base=f"{explorer.url}/v1") in said["message"]
 
 
+def test_a_slash_too_many_is_no_redirect_to_where_the_client_likes(explorer: RunningExplorer) -> None:
+    for path in ("/commit/", "/feedback/", "/health/"):
+        answer = explorer.http.post(path, headers={"Host": "evil.example"}, json={})
+        assert (answer.status_code, "location" in answer.headers) == (403, False)
+        answer = explorer.http.post(path, json={})
+        assert (answer.status_code, "location" in answer.headers) == (404, False)
+
+
 def test_a_key_that_may_only_ask_the_model_hears_it_too(explorer: RunningExplorer) -> None:
     grant = KeyGrant(name="web", tenant="acme", scopes=(Scope.INFERENCE,))
     key = {"Authorization": f"Bearer {explorer.ledger.keys.create(grant, actor='test')[1]}"}

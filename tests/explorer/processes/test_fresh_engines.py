@@ -25,6 +25,7 @@ from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.processes import engine_supervisor
 from tuneloop.explorer.processes.engine_supervisor import EngineSupervisor, FleetTrial
 from tuneloop.explorer.processes.services import is_tied
+from tuneloop.explorer.versions import evaluation
 from tuneloop.explorer.versions.attestation import Attestation
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.loading import Verifier, servable_champion
@@ -355,17 +356,16 @@ async def test_an_engine_that_was_ended_has_no_date_of_its_last_proof(
 
 
 async def test_a_candidate_that_no_engine_starts_with_costs_the_gate_one_start(
-    tmp_path: Path, doubles: list[EngineDouble]
+    tmp_path: Path, doubles: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(evaluation, "AGAIN_S", 0.0)
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"prompt": "3+4=", "answer": "7"}\n')
     async with serving(tmp_path, doubles) as service:
         more = {"gate": {"mode": "block"}, "monitor": {"evaluation": {"path": str(tasks)}}}
         settings = Settings.model_validate(settings_for(tmp_path).model_dump() | more)
         reloader = Reloader(settings, service.fleet, ledger=service.ledger, metrics=Metrics())
-        gate = CandidateEvaluation(
-            settings, service.fleet, ledger=service.ledger, metrics=Metrics(), reloader=reloader, again_s=0.0
-        )
+        gate = CandidateEvaluation(settings, service.fleet, ledger=service.ledger, metrics=Metrics(), reloader=reloader)
         for place in service.places:
             place.dies_of.add("global_step_1")
         await service.candidate()

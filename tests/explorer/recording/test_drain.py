@@ -204,7 +204,10 @@ async def test_while_the_database_is_away_all_waits_and_a_stop_is_quick(own: Out
     assert notebook.records == said
 
 
-async def test_a_long_backlog_does_not_keep_a_stop_waiting_and_is_not_lost(own: Outbox) -> None:
+async def test_a_long_backlog_does_not_keep_a_stop_waiting_and_is_not_lost(
+    own: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STOP_S", 0.0)
     begun, may_go_on, said = threading.Event(), threading.Event(), [exchange() for _ in range(3 * GROUP)]
 
     class Slow(Notebook):
@@ -215,7 +218,7 @@ async def test_a_long_backlog_does_not_keep_a_stop_waiting_and_is_not_lost(own: 
 
     notebook = Slow()
     append(own, *said)
-    with draining(own.folder, notebook, own, stop_s=0.0) as (drain, _):
+    with draining(own.folder, notebook, own) as (drain, _):
         assert await asyncio.to_thread(begun.wait, 60)
         stopping = asyncio.create_task(asyncio.to_thread(drain.stop))
         while not drain._stop.is_set():  # noqa: ASYNC110 - another thread sets it

@@ -56,8 +56,11 @@ def test_the_bound_is_kept_until_the_database_has_caught_up(own: Outbox) -> None
 
 
 @pytest.mark.parametrize(("free", "total"), [(RESERVE_BYTES, 1000 * GIB), (GIB // 20, GIB)])
-def test_a_disk_is_not_filled_to_its_last_byte(own: Outbox, free: int, total: int) -> None:
-    found = limits(own, disk=disk(free + 100, total))
+def test_a_disk_is_not_filled_to_its_last_byte(
+    own: Outbox, monkeypatch: pytest.MonkeyPatch, free: int, total: int
+) -> None:
+    monkeypatch.setattr(os, "statvfs", disk(free + 100, total))
+    found = limits(own)
     found.admit()
     own.append([b"x" * 200])
     with pytest.raises(StorageFull, match="the disk of the outbox"):
@@ -68,7 +71,8 @@ def test_a_disk_is_not_filled_to_its_last_byte(own: Outbox, free: int, total: in
 def test_on_a_disk_with_little_room_files_are_let_go_soon(
     own: Outbox, monkeypatch: pytest.MonkeyPatch, free: int, files: int
 ) -> None:
-    found, began = limits(own, disk=disk(free)), time.monotonic()
+    monkeypatch.setattr(os, "statvfs", disk(free))
+    found, began = limits(own), time.monotonic()
     own.append([b"one"])
     monkeypatch.setattr(time, "monotonic", lambda: began + 60)
     found.look()

@@ -1,6 +1,7 @@
 """The overview and the exchanges: what they show, what they refuse, and that nothing of a client's gets through."""
 
 import html
+import json
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from tests import factories
 from tests.explorer.running import RunningExplorer
 from tests.explorer.ui.conftest import Filled
 from tests.explorer.ui.filled import HOSTILE, REPLIES, VERSIONS
+from tuneloop.explorer.ui.conversation import last_words
 from tuneloop.explorer.ui.site import figure
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import DEFAULT_TENANT, Exchange
@@ -221,3 +223,31 @@ def test_what_is_no_page_is_said_to_be_none(filled: Filled):
 def test_our_files_are_served_with_their_licences(filled: Filled, name: str):
     assert filled.explorer.http.get(f"/ui/static/{name}").status_code == 200
     assert filled.explorer.http.get(f"/ui/static/..%2f{name}").status_code == 404
+
+
+# What a list shows of a request: the beginning of what its page says last.
+
+
+def said(**body: object) -> bytes:
+    return json.dumps(body).encode()
+
+
+@pytest.mark.parametrize(
+    ("request_", "shown"),
+    [
+        (said(messages=[{"role": "user", "content": "first"}, {"role": "user", "content": "last é😀"}]), "last é😀"),
+        (said(messages=[{"content": "first"}, None]), "first"),
+        (said(messages=[{"content": [{"type": "text", "text": "a"}, {"type": "image_url"}, {"text": "b"}]}]), "a\nb"),
+        (said(messages=[{"content": [1]}]), "[1]"),
+        (said(messages=[{"content": None}]), ""),
+        (said(messages=[], system="be kind"), "be kind"),
+        (said(input="a question", instructions="be brief"), "a question"),
+        (said(prompt=["once", "twice"]), '["once", "twice"]'),
+        (said(), ""),
+        (said(messages="x" * 1000), "x" * 20),
+        (b"no JSON \xff", "no JSON \ufffd"),
+        (b"[" * 100_000, "[" * 20),
+    ],
+)
+def test_a_list_shows_the_beginning_of_what_was_said_last(request_: bytes, shown: str):
+    assert last_words(request_, 20) == shown

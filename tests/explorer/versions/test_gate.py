@@ -17,6 +17,7 @@ from tests.explorer.running import RunningExplorer, eventually, explorer_running
 from tests.explorer.versions.test_reload import until, until_ready, version
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.metrics import Metrics
+from tuneloop.explorer.versions import reload
 from tuneloop.explorer.versions.evaluation import CandidateEvaluation
 from tuneloop.explorer.versions.reload import Gate
 from tuneloop.shared.errors import EnvironmentRefused
@@ -185,7 +186,9 @@ def test_with_one_engine_a_candidate_waits_for_the_trainers_figures(
         until(explorer, 1, state)
 
 
-async def test_one_that_waits_for_long_is_told_of(tmp_path: Path, double: EngineDouble) -> None:
+async def test_one_that_waits_for_long_is_told_of(
+    tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = gated(tmp_path, [double])
     ledger = open_ledger(settings)
     register(ledger, settings.job_dir)
@@ -194,9 +197,9 @@ async def test_one_that_waits_for_long_is_told_of(tmp_path: Path, double: Engine
     champion, patient = ledger.versions.champion(), Gate(settings, ledger)
     assert not await patient.admits(candidate, champion)
     assert [each.action for each in ledger.versions.events(1)] == [VersionAction.PUBLISHED]
-    impatient = Gate(settings, ledger, patience_s=-1)
+    monkeypatch.setattr(reload, "PATIENCE_S", -1)
     for _ in range(2):
-        assert not await impatient.admits(candidate, champion)
+        assert not await patient.admits(candidate, champion)
     (_, told) = ledger.versions.events(1)
     assert (told.action, told.reason) == (
         VersionAction.EVALUATED,

@@ -5,8 +5,10 @@ import copy
 import importlib.metadata
 import json
 import os
+import random
 import re
 import ssl
+import string
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +27,6 @@ from tuneloop.explorer.engines.proof.fingerprint import (
     has_adapter,
     mean_distance,
     number_of_adapter,
-    probe_text,
 )
 from tuneloop.explorer.engines.proof.vllm_worker import EXTENSION, INSTANCE_ID, METHOD
 from tuneloop.explorer.engines.vllm_plugin import PACKS, UNPACKED
@@ -195,6 +196,12 @@ def open_session(*, url: str | None, socket: str | None, key: str | None) -> htt
         timeout=httpx.Timeout(None, connect=10),
         trust_env=False,
     )
+
+
+def probe_text() -> str:
+    """Random words, always the same: what a model expects after them depends on its weights alone."""
+    chance = random.Random(PROBE_LENGTH)
+    return " ".join("".join(chance.choices(string.ascii_lowercase, k=6)) for _ in range(PROBE_LENGTH))
 
 
 class EngineControl:

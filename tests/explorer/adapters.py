@@ -1,6 +1,7 @@
 """Makes versions that are adapters to the tiny model of the explorer's tests, as a trainer would leave them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,14 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests import factories
-from tests.doubles.engine import logprobs_of
-from tests.explorer.checkpoints import CONFIG, PROMPT, tensors
-from tuneloop.shared.checkpoints import CheckpointStore, Manifest, Probe
+from tests.doubles.engine import EngineDouble
+from tests.explorer import checkpoints
+from tests.explorer.checkpoints import CONFIG, tensors
+from tests.explorer.running import settings_for
+from tuneloop.shared.checkpoints import CheckpointStore, Probe
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
+from tuneloop.shared.settings.serving import LoraSettings
+from tuneloop.shared.settings.settings import Settings
 
 RANK = 2
 LAYERS = {"model.layers.0.self_attn.q_proj": (6, 4), "model.layers.0.mlp.up_proj": (8, 4)}
@@ -56,22 +61,16 @@ def write_adapter(folder: Path, base: Path, seed: int = 0) -> Path:
     return folder
 
 
-def seal(store: CheckpointStore, staging: Path, version: int, *, probe: Probe | None = None) -> tuple[Path, str]:
-    """Publish what lies in `staging`, good or not; `probe` instead of what the engine double says of it."""
-    right = Probe(prompt_ids=PROMPT, logprobs=tuple(logprobs_of(store.path(version) / "actor", PROMPT)), tolerance=0.01)
-    manifest = Manifest(
-        version=version,
-        parent=version - 1,
-        step=version,
-        epoch=1,
-        base_model="tiny",
-        created_at=1.0,
-        dtype="float32",
-        probe=probe or right,
-        files=store.seal(staging),
-        kind="lora",
-    )
-    return store.publish(staging, manifest)
+#: Publish what lies in a staging folder, good or not, as an adapter.
+seal = partial(checkpoints.seal, kind="lora")
+
+
+def adapted(tmp_path: Path, *doubles: EngineDouble, rank: int = RANK, resident: int = 8, **explorer: Any) -> Settings:
+    """Settings of an explorer of adapters."""
+    settings = settings_for(tmp_path, [each.url for each in doubles], **explorer)
+    write_base(settings.model.model_path)
+    model = settings.model.model_copy(update={"lora": LoraSettings(rank=rank, resident=resident)})
+    return settings.model_copy(update={"model": model})
 
 
 def register(

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from tests import factories
 from tests.doubles.engine import logprobs_of
-from tuneloop.shared.checkpoints import CheckpointStore, Manifest, Probe
+from tuneloop.shared.checkpoints import CheckpointStore, Kind, Manifest, Probe
 from tuneloop.shared.ledger.ledger import Ledger
 
 CONFIG = {
@@ -43,9 +43,15 @@ def publish(store: CheckpointStore, version: int, *, probe: Probe | None = None)
 
 
 def seal(
-    store: CheckpointStore, staging: Path, version: int, *, probe: Probe | None = None, dtype: str = "float32"
+    store: CheckpointStore,
+    staging: Path,
+    version: int,
+    *,
+    probe: Probe | None = None,
+    dtype: str = "float32",
+    kind: Kind = "full",
 ) -> tuple[Path, str]:
-    """Publish what lies in `staging`, good or not."""
+    """Publish what lies in `staging`, good or not; `probe` instead of what the engine double says of it."""
     right = Probe(prompt_ids=PROMPT, logprobs=tuple(logprobs_of(store.path(version) / "actor", PROMPT)), tolerance=0.01)
     manifest = Manifest(
         version=version,
@@ -57,6 +63,7 @@ def seal(
         dtype=dtype,
         probe=probe or right,
         files=store.seal(staging),
+        kind=kind,
     )
     return store.publish(staging, manifest)
 

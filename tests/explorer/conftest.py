@@ -1,7 +1,7 @@
 """What the explorer's tests share: engine doubles, and explorers attached to them."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,21 @@ def double(doubles: list[EngineDouble]) -> EngineDouble:
     return doubles[0]
 
 
-@pytest.fixture
-def running_explorer(tmp_path: Path) -> Iterator[Run]:
-    """Start an explorer over engine doubles; its keyword arguments are settings of `explorer`."""
+@contextmanager
+def one_explorer(tmp_path: Path) -> Iterator[Run]:
+    """Starts explorers over engine doubles, until the block ends; keyword arguments are settings of `explorer`."""
     with ExitStack() as stack:
 
         def run(*engines: EngineDouble, **explorer: Any) -> RunningExplorer:
             settings = settings_for(tmp_path, [each.url for each in engines], **explorer)
             return stack.enter_context(explorer_running(settings))
 
+        yield run
+
+
+@pytest.fixture
+def running_explorer(tmp_path: Path) -> Iterator[Run]:
+    with one_explorer(tmp_path) as run:
         yield run
 
 

@@ -3,6 +3,7 @@
 import json
 import socket
 import struct
+import time
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import urlsplit
 
@@ -96,3 +97,14 @@ def chunked(*chunks: bytes) -> bytes:
 
 def streamed(**but: Any) -> bytes:
     return json.dumps(HELLO | {"stream": True} | but).encode()
+
+
+def is_closed(wire: Wire, endless: bytes) -> bool:
+    """Whether the server closes before too long, however much is sent to it."""
+    try:
+        for _ in range(1000):
+            wire.send(endless)
+            time.sleep(0.003)
+    except OSError:
+        return True
+    return False

@@ -4,9 +4,7 @@ Each element is worth a mixed hash of its bits, 0 for the number 0, and a part o
 of its elements. An engine adds up what it holds, the verifier what the files hold: they must be equal, to the bit.
 """
 
-import random
 import re
-import string
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from tuneloop.shared.checkpoints import PROBE_LENGTH
 
 #: The sum of each part of a model, by the number of the layer, or "" for what belongs to none: 0 to 2^64 - 1.
 Fingerprint = Mapping[str, int]
@@ -203,9 +199,3 @@ class ProbeFindings(NamedTuple):
 
 def mean_distance(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return sum(abs(one - other) for one, other in zip(ours, theirs, strict=True)) / len(ours)
-
-
-def probe_text() -> str:
-    """Random words, always the same: what a model expects after them depends on its weights alone."""
-    chance = random.Random(PROBE_LENGTH)
-    return " ".join("".join(chance.choices(string.ascii_lowercase, k=6)) for _ in range(PROBE_LENGTH))

@@ -161,20 +161,13 @@ def test_api_servers_that_no_engine_can_have_are_refused(rollout: dict[str, obje
 Start = Callable[..., RunningExplorer]
 
 
-def adapted(tmp_path: Path, *doubles: EngineDouble, **explorer: Any) -> Settings:
-    settings = settings_for(tmp_path, [each.url for each in doubles], **explorer)
-    adapters.write_base(settings.model.model_path)
-    model = settings.model.model_copy(update={"lora": LoraSettings(rank=adapters.RANK)})
-    return settings.model_copy(update={"model": model})
-
-
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts an explorer of adapters."""
     with ExitStack() as stack:
 
         def run(*doubles: EngineDouble, **explorer: Any) -> RunningExplorer:
-            running = stack.enter_context(explorer_running(adapted(tmp_path, *doubles, **explorer)))
+            running = stack.enter_context(explorer_running(adapters.adapted(tmp_path, *doubles, **explorer)))
             eventually(lambda: {each.state for each in running.services.fleet.engines} == {EngineState.READY})
             return running
 
@@ -232,7 +225,7 @@ def test_a_reply_in_flight_ends_with_the_adapter_that_it_began_with(
 def test_an_adapter_that_is_not_the_files_to_the_bit_is_found_by_its_fingerprint(
     start: Start, double: EngineDouble, tmp_path: Path, extended: bool
 ) -> None:
-    double.extended, double.weights = extended, adapted(tmp_path, double).model.model_path.absolute()
+    double.extended, double.weights = extended, adapters.adapted(tmp_path, double).model.model_path.absolute()
     explorer = start(double, probe_interval=0.2)
     candidate(explorer)
     until(explorer, 1, VersionState.CHAMPION)
@@ -250,7 +243,7 @@ def test_an_adapter_that_is_not_the_files_to_the_bit_is_found_by_its_fingerprint
 def test_weights_below_adapters_are_proven_at_the_start_and_now_and_then(
     start: Start, double: EngineDouble, tmp_path: Path
 ) -> None:
-    double.extended, double.weights = True, adapted(tmp_path, double).model.model_path.absolute()
+    double.extended, double.weights = True, adapters.adapted(tmp_path, double).model.model_path.absolute()
     explorer = start(double, probe_interval=20.0)
     eventually(lambda: outcomes(explorer)["matched"] > 0)
     before = double.bases_summed
@@ -268,12 +261,12 @@ def test_weights_below_adapters_are_proven_at_the_start_and_now_and_then(
 def test_after_a_restart_the_champion_is_served(
     tmp_path: Path, places: list[EnginePlace], double: EngineDouble, engine_too: bool
 ) -> None:
-    with explorer_running(adapted(tmp_path, double)) as first:
+    with explorer_running(adapters.adapted(tmp_path, double)) as first:
         candidate(first)
         until(first, 1, VersionState.CHAMPION)
     if engine_too:
         double = places[0].fresh()
-    with explorer_running(adapted(tmp_path, double)) as second:
+    with explorer_running(adapters.adapted(tmp_path, double)) as second:
         eventually(lambda: second.services.fleet.engines[0].state == EngineState.READY)
         assert second.version() == 1
         assert requested_model(double).startswith("tuneloop-adapter-1-")
@@ -296,7 +289,7 @@ def test_an_adapter_is_rejected_where_all_weights_are_served(running_explorer: R
 
 
 def test_engines_are_started_with_the_base_model_and_room_for_adapters(tmp_path: Path) -> None:
-    settings = adapted(tmp_path)
+    settings = adapters.adapted(tmp_path)
     reply = command(settings, model=Path("m"), socket=Path("s"))
     assert "--enable-lora" in reply
     flags = ("--max-lora-rank", "--max-loras", "--max-cpu-loras")
@@ -344,7 +337,7 @@ def start_both() -> Iterator[Callable[[Settings], RunningExplorer]]:
 
 
 def tried(tmp_path: Path, double: EngineDouble, **rollout: Any) -> Settings:
-    return adapted(tmp_path, double).model_copy(
+    return adapters.adapted(tmp_path, double).model_copy(
         update={"rollout": RolloutSettings(**{"mode": "canary", "share": SHARE} | rollout)}
     )
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.engine import EngineDouble
 from tests.explorer import adapters
-from tests.explorer.running import MoodyLedger, RunningExplorer, explorer_running, settings_for
+from tests.explorer.running import MoodyLedger, RunningExplorer, explorer_running
 from tuneloop.explorer import jobs
 from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import JobRefused
@@ -21,7 +20,6 @@ from tuneloop.shared.finetuning.lines import FileCheck, LineMistake
 from tuneloop.shared.ledger.files import FILES, StoredFile
 from tuneloop.shared.ledger.policies import Job
 from tuneloop.shared.operations import job_requests
-from tuneloop.shared.settings.serving import LoraSettings
 from tuneloop.shared.settings.settings import Settings
 
 LINES = [
@@ -51,14 +49,6 @@ def check(path: Path, method: str, *, most: int = 20) -> FileCheck:
         except (ValueError, LookupError, TypeError) as error:
             mistakes.append(LineMistake(number, f"not a line for {method}: {type(error).__name__}"))
     return FileCheck(len(lines), mistakes[:most])
-
-
-def settings_of_jobs(tmp_path: Path, *doubles: EngineDouble, rank: int = adapters.RANK, **explorer: Any) -> Settings:
-    """Settings of an explorer of adapters."""
-    settings = settings_for(tmp_path, [each.url for each in doubles], **explorer)
-    adapters.write_base(settings.model.model_path)
-    model = settings.model.model_copy(update={"lora": LoraSettings(rank=rank, resident=8)})
-    return settings.model_copy(update={"model": model})
 
 
 @contextmanager

@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from tests.doubles.engine import MODEL, EngineDouble
-from tests.explorer.finetuning.job_service import job_service, put, settings_of_jobs
+from tests.explorer import adapters
+from tests.explorer.finetuning.job_service import job_service, put
 from tests.explorer.running import RunningExplorer
 from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.operations import job_requests
@@ -21,7 +22,7 @@ GRADER = {"type": "string_check", "name": "g", "operation": "eq", "input": "{{it
 
 @pytest.fixture
 def explorer(tmp_path: Path, double: EngineDouble) -> Iterator[RunningExplorer]:
-    with job_service(settings_of_jobs(tmp_path, double)) as running:
+    with job_service(adapters.adapted(tmp_path, double)) as running:
         yield running
 
 
@@ -89,7 +90,7 @@ def test_what_cannot_be_is_refused(
 @pytest.fixture(scope="module")
 def shared(places: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
     """One explorer for all that is refused."""
-    settings = settings_of_jobs(tmp_path_factory.mktemp("refusals"), places[1].fresh())
+    settings = adapters.adapted(tmp_path_factory.mktemp("refusals"), places[1].fresh())
     with job_service(settings) as running:
         yield running
 
@@ -109,7 +110,7 @@ def test_files_of_another_purpose_or_tenant_or_without_bytes_are_refused(explore
 
 
 def test_where_all_weights_are_trained_a_job_is_refused_with_the_reason(tmp_path: Path, double: EngineDouble) -> None:
-    with job_service(settings_of_jobs(tmp_path, double, rank=0)) as explorer:
+    with job_service(adapters.adapted(tmp_path, double, rank=0)) as explorer:
         reply = create(explorer)
         assert refusal(reply) == (400, "model_not_trainable", "model")
         assert "all weights are trained" in reply.json()["error"]["message"]

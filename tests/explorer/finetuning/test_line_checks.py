@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.doubles.engine import MODEL, EngineDouble
-from tests.explorer.finetuning.job_service import LINES, TrainerDouble, check, job_service, put, settings_of_jobs
+from tests.explorer import adapters
+from tests.explorer.finetuning.job_service import LINES, TrainerDouble, check, job_service, put
 from tests.explorer.running import RunningExplorer, eventually
 from tuneloop.explorer import jobs
 from tuneloop.shared.experience import JobState
@@ -23,7 +24,7 @@ PATH = "/v1/fine_tuning/jobs"
 
 @pytest.fixture
 def explorer(tmp_path: Path, double: EngineDouble) -> Iterator[RunningExplorer]:
-    with job_service(settings_of_jobs(tmp_path, double)) as running:
+    with job_service(adapters.adapted(tmp_path, double)) as running:
         yield running
 
 
@@ -136,7 +137,7 @@ def test_only_the_explorer_that_decides_checks(explorer: RunningExplorer) -> Non
 def test_a_restart_of_the_explorer_loses_no_job(
     tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPatch, state: JobState
 ) -> None:
-    settings = settings_of_jobs(tmp_path, double)
+    settings = adapters.adapted(tmp_path, double)
     with job_service(settings) as explorer:
         trainer = TrainerDouble(explorer.ledger, settings)
         if state is JobState.VALIDATING:

@@ -11,7 +11,8 @@ from openai import OpenAI
 
 from tests import factories
 from tests.doubles.engine import MODEL, EngineDouble
-from tests.explorer.finetuning.job_service import TrainerDouble, job_service, put, settings_of_jobs
+from tests.explorer import adapters
+from tests.explorer.finetuning.job_service import TrainerDouble, job_service, put
 from tests.explorer.running import RunningExplorer, eventually
 from tests.explorer.versions.test_policies import WRONG
 from tuneloop.shared.experience import JobState, PolicyState, Scope, State, VersionState
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.contract
 
 @pytest.fixture
 def explorer(tmp_path: Path, double: EngineDouble) -> Iterator[RunningExplorer]:
-    with job_service(settings_of_jobs(tmp_path, double)) as running:
+    with job_service(adapters.adapted(tmp_path, double)) as running:
         yield running
 
 

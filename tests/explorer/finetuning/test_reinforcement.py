@@ -17,8 +17,8 @@ from openai.types.fine_tuning import FineTuningJob
 from tests import factories
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer import adapters
-from tests.explorer.finetuning.job_service import TrainerDouble, job_service, put, settings_of_jobs
-from tests.explorer.running import RunningExplorer, eventually, explorer_running, settings_for
+from tests.explorer.finetuning.job_service import TrainerDouble, job_service, put
+from tests.explorer.running import RunningExplorer, eventually, explorer_running
 from tests.house.documents.page_files import python_of
 from tuneloop.explorer import jobs
 from tuneloop.explorer.jobs import LineChecks
@@ -31,7 +31,6 @@ from tuneloop.shared.ledger.keys import KeyGrant
 from tuneloop.shared.ledger.ledger import BatchRules
 from tuneloop.shared.ledger.policies import Job, JobDraft
 from tuneloop.shared.settings.feedback import TenantSettings
-from tuneloop.shared.settings.serving import LoraSettings
 
 ASKED = {"batch_size": 2, "n_epochs": 1, "eval_interval": 1, "eval_samples": 1, "reasoning_effort": "default"}
 GRADER = {
@@ -46,16 +45,13 @@ GRADER = {
 @pytest.fixture
 def explorer(tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningExplorer]:
     """An explorer of adapters, whose jobs look often; the base model says 7, whatever it is asked."""
-    settings = settings_for(tmp_path, [double.url])
-    adapters.write_base(settings.model.model_path)
-    model = settings.model.model_copy(update={"lora": LoraSettings(rank=adapters.RANK)})
     double.says |= {"models": "7"} | {f"global_step_{number}": "7" for number in range(1, 9)}
     for name, value in (("POLL_S", 0.05), ("_PAUSE_S", 0.2)):
         monkeypatch.setattr(jobs, name, value)
     monkeypatch.setattr(LineChecks, "check", lambda *_: None)  # the tests queue their jobs themselves
     url: list[str] = []
     monkeypatch.setattr(Workers, "url", property(lambda self: url[0]))
-    with explorer_running(settings.model_copy(update={"model": model})) as running:
+    with explorer_running(adapters.adapted(tmp_path, double)) as running:
         url.append(running.url)
         yield running
 
@@ -356,7 +352,7 @@ async def _both(*parts: Any) -> None:
 
 def test_its_python_runs(tmp_path: Path, double: EngineDouble) -> None:
     block = python_of("files.md", "Fine-tuning jobs")[0]
-    with job_service(settings_of_jobs(tmp_path, double)) as explorer:
+    with job_service(adapters.adapted(tmp_path, double)) as explorer:
         jobs = explorer.openai().fine_tuning.jobs
 
         def finished(job_id: str) -> FineTuningJob:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import resource
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from uvicorn.server import ServerState
 
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.explorer.running import RunningExplorer, explorer_running, settings_for
-from tests.explorer.wire import BODY, Wire, chunked, http_request
+from tests.explorer.wire import BODY, Wire, chunked, http_request, is_closed
 from tuneloop.explorer.edge import ClientRequest, Edge, Http11, SamplingRoute
 from tuneloop.explorer.limits import BodyLimits, ConnectionLimits, most_connections
 
@@ -56,17 +55,6 @@ def test_what_follows_a_body_has_an_end(explorer: RunningExplorer, endless: byte
     with Wire(explorer.url) as wire:
         wire.send(chunked(BODY)[:-2])
         assert is_closed(wire, endless)
-
-
-def is_closed(wire: Wire, endless: bytes) -> bool:
-    """Whether the server closes before too long, however much is sent to it."""
-    try:
-        for _ in range(1000):
-            wire.send(endless)
-            time.sleep(0.001)
-    except OSError:
-        return True
-    return False
 
 
 def test_pipelined_upgrades_are_answered_each(explorer: RunningExplorer) -> None:

@@ -28,7 +28,7 @@ from uvicorn.server import ServerState
 from tests.doubles.engine import CHAT, EnginePlace
 from tests.doubles.serving import serving
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
-from tests.explorer.wire import BODY, Wire, WireResponse, chunked, http_request, streamed
+from tests.explorer.wire import BODY, Wire, WireResponse, chunked, http_request, is_closed, streamed
 from tuneloop.explorer.edge import ClientRequest, Edge, Http11
 from tuneloop.shared.errors import RequestRefused
 
@@ -58,17 +58,6 @@ def is_refused(answer: WireResponse, status: int, code: str | None) -> None:
     assert answer.headers["x-request-id"]
     assert answer.headers["date"]
     assert answer.headers["content-type"] == "application/json"
-
-
-def is_closed(wire: Wire, endless: bytes) -> bool:
-    """Whether the server closes before too long, however much is sent to it."""
-    try:
-        for _ in range(1000):
-            wire.send(endless)
-            time.sleep(0.003)
-    except OSError:
-        return True
-    return False
 
 
 def test_one_connection_serves_many_requests(wire: Wire) -> None:

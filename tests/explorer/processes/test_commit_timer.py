@@ -1,8 +1,9 @@
 """With `buffer.commit: auto` a running explorer commits what is due, without a word of a client."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,35 +84,33 @@ def test_until_it_is_committed_training_says_when(
 async def test_the_leading_explorer_alone_commits(running_explorer, double: EngineDouble) -> None:
     explorer = running_explorer(double)
     ledger = explorer.ledger
-    changed = {
-        "buffer": explorer.settings.buffer.model_copy(update={"commit": "auto"}),
-        "explorer": explorer.settings.explorer.model_copy(update={"proxy_port": 1}),
-    }
-    settings = explorer.settings.model_copy(update=changed)  # of a second explorer
     said = exchange(msg_id="chatcmpl-old")
     ledger.recording.record([said, feedback(msg_id=said.msg_id)])
-
-    async def is_taken(timeout_s: float) -> bool:
-        return True
-
-    timer = CommitTimer(settings, ledger, wait_until_taken=is_taken, metrics=Metrics())
+    timer = timer_of(explorer, proxy_port=1)  # of a second explorer
     eventually(lambda: ledger.explorers.lead(explorer.settings.explorer_name) is not None)
     await timer.look()
     assert ledger.reports.counts()[State.COMMITTED] == 0
 
 
-async def test_it_waits_for_feedback_on_its_way(running_explorer, double: EngineDouble) -> None:
-    explorer = running_explorer(double)
-    settings = explorer.settings.model_copy(
-        update={"buffer": explorer.settings.buffer.model_copy(update={"commit": "auto"})}
-    )
-    said, taken = exchange(msg_id="chatcmpl-old"), [False]
-    explorer.ledger.recording.record([said, feedback(msg_id=said.msg_id)])
+def timer_of(explorer: RunningExplorer, taken: Sequence[bool] = (True,), **of_explorer: Any) -> CommitTimer:
+    """`taken` says, whenever it is asked, whether all that was acknowledged is in the database."""
+    changed = {
+        "buffer": explorer.settings.buffer.model_copy(update={"commit": "auto"}),
+        "explorer": explorer.settings.explorer.model_copy(update=of_explorer),
+    }
 
     async def is_taken(timeout_s: float) -> bool:
         return taken[0]
 
-    timer = CommitTimer(settings, explorer.ledger, wait_until_taken=is_taken, metrics=Metrics())
+    settings = explorer.settings.model_copy(update=changed)
+    return CommitTimer(settings, explorer.ledger, wait_until_taken=is_taken, metrics=Metrics())
+
+
+async def test_it_waits_for_feedback_on_its_way(running_explorer, double: EngineDouble) -> None:
+    explorer = running_explorer(double)
+    said, taken = exchange(msg_id="chatcmpl-old"), [False]
+    explorer.ledger.recording.record([said, feedback(msg_id=said.msg_id)])
+    timer = timer_of(explorer, taken)
     await timer.look()
     assert explorer.ledger.reports.counts()[State.COMMITTED] == 0
     taken[0] = True
@@ -121,18 +120,10 @@ async def test_it_waits_for_feedback_on_its_way(running_explorer, double: Engine
 
 async def test_a_policy_may_be_committed_by_hand(running_explorer, double: EngineDouble) -> None:
     explorer = running_explorer(double)
-    settings = explorer.settings.model_copy(
-        update={"buffer": explorer.settings.buffer.model_copy(update={"commit": "auto"})}
-    )
     by_hand = explorer.ledger.policies.create("tuned", settings={"buffer.commit": "manual"}, by="tests").id
     for policy in (0, by_hand):
         said = exchange(msg_id=f"chatcmpl-of-{policy}", policy=policy)
         explorer.ledger.recording.record([said, feedback(msg_id=said.msg_id)])
-
-    async def is_taken(timeout_s: float) -> bool:
-        return True
-
-    timer = CommitTimer(settings, explorer.ledger, wait_until_taken=is_taken, metrics=Metrics())
-    await timer.look()
+    await timer_of(explorer).look()
     committed = explorer.rows("SELECT policy, state FROM experiences ORDER BY policy")
     assert committed == [(0, "committed"), (by_hand, "rewarded")]

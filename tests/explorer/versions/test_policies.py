@@ -11,7 +11,7 @@ import pytest
 
 from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer import adapters
-from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running, settings_for
+from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running
 from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.engines.fleet import EngineState, PinParser, TrafficSplit
 from tuneloop.explorer.versions import policy_serving
@@ -19,7 +19,7 @@ from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import RequestRefused
 from tuneloop.shared.experience import Scope, VersionAction, VersionState
 from tuneloop.shared.ledger.keys import KeyGrant
-from tuneloop.shared.settings.serving import AliasSettings, LoraSettings
+from tuneloop.shared.settings.serving import AliasSettings
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.settings.versions import EvaluationSettings, MonitorSettings, RolloutSettings
 
@@ -33,10 +33,8 @@ WRONG = Probe(prompt_ids=(1, 2, 3), logprobs=(-100.0, -100.0), tolerance=0.01)
 def served(tmp_path: Path, *doubles: EngineDouble, **but: Any) -> Settings:
     """Settings of an explorer of adapters."""
     rollout = RolloutSettings.model_validate(but.pop("rollout", {}))
-    lora = LoraSettings(rank=but.pop("rank", adapters.RANK), resident=but.pop("resident", 8))
-    settings = settings_for(tmp_path, [each.url for each in doubles], **but)
-    adapters.write_base(settings.model.model_path)
-    model = settings.model.model_copy(update={"lora": lora, "aliases": {"small": AliasSettings(train=False)}})
+    settings = adapters.adapted(tmp_path, *doubles, **but)
+    model = settings.model.model_copy(update={"aliases": {"small": AliasSettings(train=False)}})
     return settings.model_copy(update={"model": model, "rollout": rollout})
 
 

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.doubles.engine import EngineDouble
 from tests.explorer.checkpoints import register
-from tests.explorer.conftest import Run
+from tests.explorer.conftest import Run, one_explorer
 from tests.explorer.engines.test_client import engine
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.explorer.versions.test_reload import actor, all_ready, candidate, model, until, until_ready, version
@@ -53,18 +52,6 @@ def trying(running_explorer: Run, doubles: list[EngineDouble], mode: str = "cana
     eventually(lambda: sorted(each.version for each in explorer.services.fleet.engines) == [0, 1])
     until_ready(explorer, 2)
     return explorer
-
-
-@contextmanager
-def one_explorer(tmp_path: Path) -> Iterator[Run]:
-    """Like `running_explorer`, but it ends with the block."""
-    with ExitStack() as stack:
-
-        def run(*engines: EngineDouble, **but: Any) -> RunningExplorer:
-            settings = settings_for(tmp_path, [each.url for each in engines], **but)
-            return stack.enter_context(explorer_running(settings))
-
-        yield run
 
 
 def answered(explorer: RunningExplorer, **but: Any) -> dict[str, int]:

@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -64,7 +65,7 @@ class TrainingStatus:
 class ServiceClient:
     """A service at a URL, without `/v1`, or one `policy` of it. Waits for up to `timeout_s` seconds while it is away.
 
-    `check` is called while it waits, and raises if waiting is in vain.
+    `check` is called while it waits, and raises if waiting is in vain. `stage` says what a starting service does.
     """
 
     def __init__(
@@ -75,11 +76,12 @@ class ServiceClient:
         policy: str | None = None,
         timeout_s: float = 300.0,
         check: Callable[[], None] = lambda: None,
+        stage: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.api_key, self.policy = api_key, policy
         self._status_of = {} if policy is None else {"policy": policy}
-        self._timeout_s, self._check = timeout_s, check
+        self._timeout_s, self._check, self._stage = timeout_s, check, stage
         headers = header_of_key(api_key)
         self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=httpx.Timeout(60.0, connect=5.0))
 
@@ -104,9 +106,9 @@ class ServiceClient:
                 raise ServiceAway(f"nothing answers at {self.url} for {timeout_s:g} s: {why}; is that its URL?")
             await asyncio.sleep(_LONGEST_PAUSE_S / 10)
 
-    async def until_ready(self, timeout_s: float | None = None) -> None:
-        """Return when it can answer requests."""
-        await self._patiently(lambda: self._http.get("/health/ready", timeout=10.0), timeout_s)
+    async def until_ready(self, timeout_s: float | None = None, say: Callable[[str], None] | None = None) -> None:
+        """Return when it can answer requests; until then `say` is told what it waits for, whenever that changes."""
+        await self._patiently(lambda: self._http.get("/health/ready", timeout=10.0), timeout_s, say)
 
     async def until_answers(self, timeout_s: float) -> None:
         """Return when it lists its models: any OpenAI-compatible service does."""
@@ -189,12 +191,13 @@ class ServiceClient:
         self,
         ask: Callable[[], Awaitable[httpx.Response]],
         timeout_s: float | None = None,
+        say: Callable[[str], None] | None = None,
         *,
         also: Collection[int] = (),
     ) -> httpx.Response:
         """Ask until there is an answer, also one of the statuses `also`. Raises TuneFailed, ServiceAway."""
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
-        since, pause_s = time.monotonic(), _PAUSE_S
+        since, pause_s, said = time.monotonic(), _PAUSE_S, ""
         while True:
             self._check()
             try:
@@ -211,6 +214,9 @@ class ServiceClient:
                     raise TuneFailed(f"the service at {self.url} refuses {answer.request.url.path}: {why}")
             except httpx.TransportError as error:
                 why = f"{type(error).__name__} {error}".strip()
+            if say is not None and (stage := self._stage()) not in {None, said}:
+                said = str(stage)
+                say(f"the service loads, {time.monotonic() - since:.0f} s: {said}")
             if time.monotonic() - since > allowed_s:
                 raise ServiceAway(f"the service at {self.url} did not answer for {allowed_s:g} s: {why}")
             await asyncio.sleep(pause_s)
@@ -335,6 +341,9 @@ _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl if sys.platform.startswith("linux") else None
 _STOP_S = 120.0
 
+#: How a service's log says what its engine does.
+_STAGE = re.compile(r"engine_start_goes_on.*?stage\W+([A-Za-z ]+)")
+
 #: The exit code of a command whose settings make no sense.
 _REFUSES_SETTINGS = 2
 _TAIL = 20
@@ -379,6 +388,11 @@ class ServiceProcess:
                 raise TuneRefused("the service refuses its settings: " + "; ".join(refused))
             ending = "\n".join([f"its log is {self._log} and ends with:", *(f"    {line}" for line in lines)])
             raise ServiceAway(f"the service ended with exit code {code}; {ending}")
+
+    def stage(self) -> str | None:
+        """What it does while it starts, by the newest line of its log that says so."""
+        found = _STAGE.findall(self._log.read_text(errors="replace"))
+        return found[-1].strip() if found else None
 
     def stop(self) -> None:
         """Let it end in peace; kill it if that takes too long."""
@@ -469,7 +483,7 @@ class ServiceOpener:
             for name in dict.fromkeys([*configs, *urls])
         }
         for client in found.values():
-            await client.until_ready(self._options.start_timeout_s)
+            await client.until_ready(self._options.start_timeout_s, self._say)
         return found
 
     async def open_auxiliary(self, models: Mapping[str, Any], workflow: WorkflowType) -> dict[str, Any]:
@@ -526,6 +540,7 @@ class ServiceOpener:
             api_key=self._options.api_key,
             timeout_s=self._options.timeout_s,
             check=process.check,
+            stage=process.stage,
         )
         return await self._stack.enter_async_context(client)
 

@@ -109,6 +109,15 @@ def test_settings_that_the_service_refuses_are_told_by_their_names(tmp_path: Pat
         process.check()
 
 
+def test_the_stages_of_a_service_that_loads_are_said(tmp_path: Path) -> None:
+    log = tmp_path / "model.log"
+    line = "2026-11-30T02:00:00Z [info     ] engine_start_goes_on           engine=0 seconds=10 stage="
+    program = f"print({line!r} + 'importing'); print({line!r} + repr('loading weights'))"
+    process = ServiceProcess(tmp_path / "model.yaml", log, command=[sys.executable, "-c", program])
+    process._process.wait()
+    assert process.stage() == "loading weights"
+
+
 def test_one_machine_only(tmp_path: Path) -> None:
     model: Any = TunerChatModel(str(tmp_path))
     with pytest.raises(TuneRefused, match=r"cluster\.node_num: tune\(\) starts its services on one machine, not on 4"):

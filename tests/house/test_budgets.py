@@ -8,11 +8,11 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 74_816
-TEST_LINES = 87_952
-OPTIONS = 174
+SOURCE_LINES = 69_168
+TEST_LINES = 82_499
+OPTIONS = 173
 #: Per thousand of all functions.
-PRIVATE_USED_ONCE = 124
+PRIVATE_USED_ONCE = 121
 
 
 def test_the_source_does_not_grow() -> None:

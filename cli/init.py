@@ -117,7 +117,7 @@ def init(
     bytes_ = gpu_memory() if gpu_memory_gb is None else int(gpu_memory_gb * 1e9)
     if count and bytes_ is None:
         raise EnvironmentRefused(
-            "nvidia-smi tells of no GPU here; give --gpus 0 for the CPU, or --gpu-memory, such as 80, for one that it"
+            "nvidia-smi shows no GPU here; give --gpus 0 for the CPU, or --gpu-memory, such as 80, for one that it"
             " does not see"
         )
     text = settings_text(shape, place.absolute(), gpus=count, gpu_bytes=bytes_ if count else None)

@@ -101,7 +101,7 @@ app.command("pause", help="Train it no more for now; it answers all the while.")
 app.command("resume", help="Train a paused policy again.")(
     _changes(lambda ledger, policy: ledger.policies.pause(policy.id, paused=False), "is trained")
 )
-app.command("delete", help="Let it answer nobody, for good; its rows and versions stay in the ledger.")(
+app.command("delete", help="Stop serving it for good; its rows and versions stay in the ledger.")(
     _changes(lambda ledger, policy: ledger.policies.delete(policy.id, by=operator_name()), "is deleted")
 )
 

@@ -68,7 +68,7 @@ def raters(
         raise typer.BadParameter("name the settings file of the experiment", param_hint="--config")
     with existing_ledger(config, set_) as (_settings, ledger):
         found = ledger.raters.decisions() if log else ledger.raters.all()
-    lines = [line for each in found for line in _lines(each)] or ["nobody has given feedback yet"]
+    lines = [line for each in found for line in _lines(each)] or ["there is no feedback yet"]
     tell([each._asdict() for each in found], *lines, for_programs=for_programs)
 
 

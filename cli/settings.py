@@ -63,7 +63,7 @@ def validate(config: ConfigOption, set_: SetOption = None, for_programs: JsonOpt
     require_trainable(settings)
     lines = [*summary_of(settings), *(("note", note) for note in notes_on(settings))]
     if report.names_tasks and settings.mode == "serve":
-        lines.append(("note", "buffer.explorer_input: mode serve runs no tasks, it answers whoever asks"))
+        lines.append(("note", "buffer.explorer_input: mode serve runs no tasks; it answers clients"))
     lines.append(("ignored", ", ".join(report.ignored)))
     echo(sentence_of_tune(config) if report.is_of_tune else f"{config} is valid.")
     for name, value in lines:

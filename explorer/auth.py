@@ -309,7 +309,7 @@ class Gatekeeper:
         """Who brings a token for feedback. Raises RequestRefused."""
         claims = self._tokens.read(token, FeedbackClaims)
         if claims is None:
-            raise _no_entry("this token is not one of ours", "token_unknown")
+            raise _no_entry("this token is invalid", "token_unknown")
         if steady_clock() >= claims.expires_at:
             raise _no_entry("this token has expired", "token_expired")
         if path != ROUTE:
@@ -329,7 +329,7 @@ class Gatekeeper:
         """The fine-tuning job that asks its own service. Raises RequestRefused."""
         claims = self._tokens.read(token, JobClaims)
         if claims is None or steady_clock() >= claims.expires_at:
-            raise _no_entry("this token is not one of ours, or has expired", "token_unknown")
+            raise _no_entry("this token is invalid or has expired", "token_unknown")
         if _OF_JOBS.isdisjoint(required):
             raise RequestRefused("a job asks for replies, and rates them", status=403, code="scope_missing")
         return Caller(name=claims.job, tenant=claims.tenant, scopes=_OF_JOBS, policy=claims.policy or None)

@@ -44,9 +44,9 @@ class Metrics:
         self.refused = counter("tuneloop_access_refused", text, ["reason"])
         self.in_flight = gauge("tuneloop_requests_in_flight", "Requests that are being answered")
         self.waiting = gauge("tuneloop_requests_waiting", "Requests that wait because too many are in flight")
-        text = "Pieces of the log that were dropped, because nobody took them"
+        text = "Lines of the log that were dropped because the log's reader did not take them"
         self.log_dropped = counter("tuneloop_log_lines_dropped", text)
-        text = "Turns of a background task that ended with an error of ours: alarm on any"
+        text = "Runs of a background task that ended with an internal error: alarm on any"
         self.background_failures = counter("tuneloop_background_failures", text, ["task"])
 
         self.outbox_bytes = gauge("tuneloop_outbox_bytes", "Bytes in the outbox that are not yet in the database")

@@ -60,7 +60,7 @@ class GpuTurns:
         try:
             while not (wanted.take() and not locks.wanted_by_engine.is_held_by_another() and locks.held.take()):
                 if self._stop.wait(_LOOK_S):
-                    raise TurnNotGiven("told to stop while another has the GPU")
+                    raise TurnNotGiven("stopped while another process has the GPU")
                 if (waited := time.monotonic() - started) > said * _SAY_EVERY_S:
                     _log.warning("gpu_turn_not_given", seconds=round(waited), sentence="the engine has the GPU")
                     said += 1

@@ -172,7 +172,7 @@ def _check(body: Json) -> None:
     for param, why in (
         ("prompt", "prompt templates are not supported"),
         ("conversation", "no conversations are kept: send previous_response_id, or all turns as input"),
-        ("context_management", "context_management is not supported: leave out of input what is to be left out"),
+        ("context_management", "context_management is not supported: remove items from input yourself"),
         ("enable_response_messages", "messages as tokens are not returned: ask /v1/chat/completions for token ids"),
         ("previous_input_messages", "send previous_response_id, or all turns as input"),
     ):

@@ -367,7 +367,7 @@ class EngineHttp:
             if not isinstance(error, OSError):
                 raise
             why = (
-                str(error) or f"no connection within {_CONNECT_S:g} s: see its host, and whether DNS tells its address"
+                str(error) or f"no connection within {_CONNECT_S:g} s: check the host and DNS"
             )
             raise EngineUnreachable(f"the engine cannot be reached: {why}") from error
         return connection

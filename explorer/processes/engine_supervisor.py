@@ -51,7 +51,7 @@ _STUCK_S = 60.0
 #: The states of an engine that was brought up.
 _RUNNING = (EngineState.READY, EngineState.RELOADING, EngineState.DOWN)
 
-_FRESH = "versions are taken up by fresh engines, as with explorer.on_reload: restart, which also spares this trial"
+_FRESH = "versions are loaded by fresh engines, as with explorer.on_reload: restart, which also spares this trial"
 
 
 class EngineSupervisor:

@@ -96,7 +96,7 @@ async def _render(engine: Engine, path: str, body: bytes) -> Grammar | None:
             finally:
                 reply.close()
     except (EngineError, TimeoutError) as error:
-        raise _UnknownGrammar(f"the engine did not tell it: {str(error) or type(error).__name__}") from error
+        raise _UnknownGrammar(f"the engine did not return it: {str(error) or type(error).__name__}") from error
     if reply.status != 200:
         raise _UnknownGrammar(f"the engine answered {reply.status}; it needs --enable-scale-out")
     try:

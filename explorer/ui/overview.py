@@ -164,7 +164,7 @@ def compare_rewards(
         ]
         return RewardVerdict(
             "open",
-            f"Whether version {version} is better than {other} cannot be told yet",
+            f"Whether version {version} is better than {other} is not known yet",
             f"{' and '.join(missing)}; at least {MIN_SOURCES} are needed of each",
         )
     low, high = interval

@@ -46,7 +46,7 @@ _VERIFIER_S, _BYTES_A_S, _STILL_S = 60.0, 20e6, 30.0
 _LOOK_S, _END_S = 1.0, 2.0
 
 _NO_ROOM = (
-    "no engine runs beside the others: versions are taken up one engine after the other, and requests wait where there "
+    "no engine runs beside the others: versions are loaded by one engine after the other, and requests wait if there "
     "is but one. Give it room, or write explorer.rollout_model.spare_place: false"
 )
 _Key = TypeVar("_Key")

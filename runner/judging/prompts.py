@@ -46,7 +46,7 @@ def rubric_prompt(examples: Sequence[tuple[str, str, str]], criteria: int) -> Pr
         data |= {f"prompt-{number}": prompt, f"good-{number}": good, f"bad-{number}": bad}
     task = (
         f"These are prompts, each with a good and a bad answer. Write about {criteria} criteria by which good answers "
-        "to prompts like these are told from bad ones. They must hold for other prompts too, not overlap, and be "
+        "to prompts like these are known from bad ones. They must hold for other prompts too, not overlap, and be "
         "decidable from the answer. A name is one word of at most 64 letters, digits and _; a description is one or "
         "two sentences that say what deserves a high and what a low score; a weight above 0 says how much the "
         "criterion counts.\n"

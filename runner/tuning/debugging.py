@@ -80,7 +80,7 @@ class DebugReport:
             found.append(f"in training: {merged} tokens in {sequences}, of {tokens} call by call")
             found += [f"  {sentence}" for sentence in self.stored.breaks]
         elif self.own_clients and not self.calls:
-            found.append("calls by clients of the workflow's own are not known here: only a service of ours knows them")
+            found.append("calls by clients of the workflow's own are unknown here: only a tuneloop service knows them")
         read_text = getattr(self.response, "get_text_content", None)  # of AgentScope's messages
         if isinstance(self.response, str):
             text = self.response
@@ -275,12 +275,12 @@ def debug(
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options that say which model the workflow calls."""
-    group = parser.add_argument_group("the model", "an OpenAI-compatible one, or that of a service of ours")
+    group = parser.add_argument_group("the model", "an OpenAI-compatible one, or that of a tuneloop service")
     group.add_argument("--base-url", default=os.environ.get("OPENAI_BASE_URL"), help="with its /v1 ($OPENAI_BASE_URL)")
     group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "none"), help="($OPENAI_API_KEY)")
     group.add_argument("--model", help="its name; default: the only one, or the first, that is served there")
     group.add_argument(
-        "--service", metavar="URL", help="the URL of a service of ours: the run is kept there, and not trained on"
+        "--service", metavar="URL", help="the URL of a tuneloop service: it keeps the run, and does not train on it"
     )
     group.add_argument(
         "--auxiliary", action="append", default=[], metavar="NAME=MODEL", help="an auxiliary model that is served there"

@@ -15,7 +15,7 @@ from tuneloop.runner.tuning.tune import tune
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code: 0, 1 if tuning was stopped, 2 for what makes no sense."""
     parser = argparse.ArgumentParser(prog="tuneloop tune", description=__doc__)
-    parser.add_argument("file", metavar="FILE", type=Path, help="a YAML file with tasks, of Trinity-RFT or of ours")
+    parser.add_argument("file", metavar="FILE", type=Path, help="a YAML file with tasks, of Trinity-RFT or tuneloop")
     parser.add_argument("--workflow", metavar="MODULE:FUNCTION", help="what runs a task; or FILE.py:FUNCTION")
     parser.add_argument("--judge", metavar="MODULE:FUNCTION", help="what rewards a run, if the workflow does not")
     parser.add_argument("--resume", action="store_true", help="go on with the experiment that was interrupted")

@@ -39,15 +39,15 @@ _NEARLY_ALL = 20
 #: What makes replies trainable, or recorded, that were not, behind their reason.
 MARK_CURES = dict.fromkeys(
     ("sampling:top_p", "sampling:top_k", "sampling:min_p"),
-    " (the engine did not tell what was left: load tuneloop's plug-in into it, TUNELOOP_ENGINE_PACKS=1, and send no"
+    " (the engine did not return what was left: load tuneloop's plug-in into it, TUNELOOP_ENGINE_PACKS=1, and send no"
     " other parameter that changes samples, nor `logprobs`)",
 ) | {
-    "no_token_ids": " (the engine told no token ids)",
+    "no_token_ids": " (the engine returned no token ids)",
     "side_request": " (titles, summaries and the like in a run, which its reward does not reach)",
     "sampling:thinking_token_budget": " (the engine ended the reasoning: let the client set a larger budget, or none)",
     "store_false": " (by the request's own word; `tenants.NAME.store: always` keeps them)",
     "settings": " (by tenants.NAME.store or buffer.record_share)",
-    "sampling:mask_too_large": " (too many tokens were left to be told: send `top_k`, or a lower `top_p`)",
+    "sampling:mask_too_large": " (too many tokens were left: send `top_k`, or a lower `top_p`)",
 }
 
 #: What to do about rows that were dropped for a reason with these words.
@@ -124,7 +124,7 @@ def find_stops(facts: ExplorerFacts) -> tuple[Standstill, ...]:
     found = []
     if facts.control_s >= CONTROL_S:
         told = f"the control process has said nothing for {facts.control_s:.0f} s: it stands still. Workers answer, and"
-        told += " what they acknowledge waits on disk; no version is taken up. Start the explorer again"
+        told += " what they acknowledge waits on disk; no version is loaded. Start the explorer again"
         found.append(Standstill(Code.CONTROL_SILENT, told, serves=False))
     if facts.refusal is not None:
         told = f"the database refuses what is recorded, which waits in the outbox: {facts.refusal}"
@@ -142,7 +142,7 @@ def find_stops(facts: ExplorerFacts) -> tuple[Standstill, ...]:
     for each in still:
         does = "has been loading weights" if each.loads else "has requests, and has made no step nor sent a byte"
         told = f"engine {each.number} {does} for {each.still_s:.0f} s: start it again, unless the explorer does,"
-        told += " and see that its host is reached, by the name that DNS tells"
+        told += " and see that its host is reached, by the name in DNS"
         found.append(Standstill(Code.ENGINE_STUCK, told, serves=len(still) < len(facts.engines)))
     if facts.descriptors is not None and facts.descriptors < _FEW_DESCRIPTORS:
         told = f"a process of the explorer can open {number(facts.descriptors, 'more file')}, and then no connection:"

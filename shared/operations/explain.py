@@ -299,7 +299,7 @@ def _explain_reward(row: ReplyView) -> Iterator[str]:
     elif row.rule == OF_ITS_RESULT:
         yield f"reward {row.reward:g}: that of the last call of its run"
     elif row.rule == OF_A_FILE:
-        yield f"reward {row.reward:g}: a file says that it is to be learnt"
+        yield f"reward {row.reward:g}: it is a line of a file"
     elif not row.feedback.parts:
         yield f"reward {row.reward:g}: reward.default, for it had no feedback that counts until {at}"
     else:

@@ -43,7 +43,7 @@ _MARKS = (
 _TAG = re.compile(r"<((?:\w+[:|])?think\w*)>")
 
 _NO_PLACE = "the edited answer is empty, or the chat template has no place for it"
-_UNKNOWN_PLACE = "where the chat template puts the edited answer, behind the think block, cannot be told"
+_UNKNOWN_PLACE = "where the chat template puts the edited answer, behind the think block, is unknown"
 
 
 class _Answer(NamedTuple):

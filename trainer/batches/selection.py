@@ -43,7 +43,7 @@ _MISSING = (
 )
 _FOREIGN = "the grammar that held it is not the one that was rebuilt: another xgrammar, or other settings of the engine"
 _UNTAUGHT = "a grammar or truncation held it, and a teacher behind an endpoint cannot be held to it"
-_NO_MASK = "what the engine told of the tokens that truncation left cannot be: the sampled ones are not of them"
+_NO_MASK = "the engine's list of tokens that truncation left is wrong: it lacks a sampled token"
 
 
 def find_missing_library(settings: Settings) -> str | None:

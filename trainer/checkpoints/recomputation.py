@@ -148,7 +148,7 @@ class Recomputation:
         if self._mismatch > self._capture.max_mismatch:
             self._compared.clear()  # Once the alarm is cleared, what came before it does not count.
             reason = (
-                f"recomputed log-probabilities diverge from those that engines told by {self._mismatch:.3g} nats a"
+                f"recomputed log-probabilities diverge from those of engines by {self._mismatch:.3g} nats a"
                 " token: all are captured from now on; find out why the trainer's weights or numbers are not the"
                 " engine's, then clear it"
             )

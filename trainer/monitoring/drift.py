@@ -239,7 +239,7 @@ def _not_learning(drift: DriftSettings, history: History) -> DriftFinding | None
     if math.isclose(min(rewards), max(rewards)) and last(SPREAD) == [0.0] * _LEARNING_STEPS:
         reason = (
             f"all rewards of {steps} are {rewards[0]:.4g}, so that no reply is better than another: give feedback that"
-            " tells good replies from bad ones, or harder tasks"
+            " distinguishes good replies, or harder tasks"
         )
     elif last(IDLE) == [1.0] * _LEARNING_STEPS:
         reason = (

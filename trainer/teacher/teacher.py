@@ -92,7 +92,7 @@ class RemoteTeacher:
         choice = _choice(answer)
         if not isinstance(choice.get("prompt_token_ids"), list) or not choice.get("prompt_logprobs"):
             self._refuse(
-                "does not tell log-probabilities of given tokens, as vLLM does; OpenAI's own models cannot be teachers"
+                "does not return log-probabilities of given tokens, as vLLM does; OpenAI's models cannot be teachers"
             )
         if choice["prompt_token_ids"] != words.encode(text, add_special_tokens=False):
             self._refuse("has another tokenizer than the model; choose a teacher with the same one")
@@ -176,7 +176,7 @@ class RemoteTeacher:
                     turn, answer = responses.get(timeout=0.2)
                 except queue.Empty:
                     if self._stop.is_set():
-                        raise TeacherAway("told to stop") from None
+                        raise TeacherAway("stopped") from None
                     if not alive:
                         raise RuntimeError("the threads that ask the teacher have died") from None
                     continue
@@ -222,12 +222,12 @@ def _logprobs(sequence: TokenSequence, choice: Mapping[str, Any]) -> Tensor:
     """Of each token from the first reply token on; raises TeacherAway if the answer is about other tokens."""
     logprobs = choice.get("prompt_logprobs")
     if not isinstance(logprobs, list) or len(logprobs) != len(sequence.ids):
-        raise TeacherAway("the teacher does not tell a log-probability of each token")
+        raise TeacherAway("the teacher returns no log-probability of each token")
     row = np.zeros(len(sequence.ids), np.float32)
     for at in np.flatnonzero(sequence.of >= 0):
         entry = logprobs[at].get(str(int(sequence.ids[at]))) if isinstance(logprobs[at], dict) else None
         if not isinstance(entry, dict):
-            raise TeacherAway("the teacher tells log-probabilities of other tokens than it was asked for")
+            raise TeacherAway("the teacher returns log-probabilities of other tokens than those of the request")
         number = entry.get("logprob")
         if not isinstance(number, int | float) or math.isnan(number):
             raise TeacherAway(NO_NUMBER)
@@ -239,7 +239,7 @@ def _reply_ids(choice: Mapping[str, Any], most: int) -> list[int] | str:
     """The ids of a reply, or why it is none."""
     ids = choice.get("token_ids")
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-        raise TeacherAway("the teacher tells no token ids any more")
+        raise TeacherAway("the teacher returns no token ids any more")
     if choice.get("finish_reason") != "stop" or not ids:
         return CUT_OFF.format(most)
     return ids

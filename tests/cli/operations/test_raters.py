@@ -11,7 +11,7 @@ from tuneloop.shared.ledger.ledger import Ledger
 
 
 def test_raters_are_listed_quarantined_and_released(run: Run, ledger: Ledger) -> None:
-    assert run("raters").output == "nobody has given feedback yet\n"
+    assert run("raters").output == "there is no feedback yet\n"
     said = exchange(tenant="default")
     about = {"tenant": "default", "msg_id": said.msg_id}
     ledger.recording.record([said, feedback(**about, source="eve\x1b[2J", value=5.0), feedback(**about)])

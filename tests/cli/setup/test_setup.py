@@ -418,4 +418,4 @@ def test_gpus_of_a_machine_without_any_are_refused_with_the_way_out(
     folder = model_folder(tmp_path / "m", weights=1_000_000, hidden_size=64, vocab_size=300)
     code, _, error = tuneloop("init", tmp_path / "x.yaml", "--model", folder, "--gpus", 1, "--where", tmp_path)
     assert code == 3
-    assert "nvidia-smi tells of no GPU here; give --gpus 0" in error
+    assert "nvidia-smi shows no GPU here; give --gpus 0" in error

@@ -183,7 +183,7 @@ def test_an_engine_that_new_connections_do_not_reach_is_told(explorer: RunningEx
             engine._idle.pop().abort()
         with asking(explorer):
             eventually(lambda: ready(explorer)[0] == 503)
-            assert "see that its host is reached, by the name that DNS tells" in ready(explorer)[1]
+            assert "see that its host is reached, by the name in DNS" in ready(explorer)[1]
             eventually(lambda: "engine_stuck: engine 0 has requests" in diagnosed(explorer))
         refusal = explorer.chat()
         assert refusal.status_code == 502

@@ -154,7 +154,7 @@ def test_nothing_is_a_sample_of_the_policy(ledger: Ledger) -> None:
     assert list(found) == [Code.NOT_TRAINABLE, Code.NO_FEEDBACK]
     assert found[Code.NOT_TRAINABLE].startswith(
         "3 of the last 3 experiences cannot be trained on (3 are not samples of the policy), most often: sampling:top_p"
-        " (the engine did not tell what was left: load tuneloop's plug-in"
+        " (the engine did not return what was left: load tuneloop's plug-in"
     )
     assert list(reasons(ledger, policy=BatchRules(any_reply=True))) == [Code.NO_FEEDBACK]
 

@@ -206,7 +206,7 @@ def test_a_block_that_the_prompt_has_begun_is_closed(spelled: Spell) -> None:
 @pytest.mark.contract
 def test_an_answer_whose_place_cannot_be_told_is_left_out_and_says_why(spelled: Spell) -> None:
     refuses = "{{ raise_exception('no') }}{# <think> #}"
-    reason = "where the chat template puts the edited answer, behind the think block, cannot be told"
+    reason = "where the chat template puts the edited answer, behind the think block, is unknown"
     assert spelled(refuses, QWEN, "Monday.") == reason
     assert spelled("qwen3_5", "Once upon a time", message(content=None, tool_calls=[CALL])) == reason
     swallows = (TEMPLATES / "qwen3_5.jinja").read_text().replace("'\\n</think>\\n\\n' + content", "''")

@@ -244,7 +244,7 @@ def test_steps_that_get_no_turn_before_a_stop_are_given_back_and_all_else_is_end
 
     def publish(self):
         stop.set()
-        raise TurnNotGiven("told to stop while another has the GPU")
+        raise TurnNotGiven("stopped while another process has the GPU")
 
     monkeypatch.setattr(TrainingLoop, "_publish", publish)
     with capture_logs() as logs:

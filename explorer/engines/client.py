@@ -366,9 +366,7 @@ class EngineHttp:
             self.quiet.end(connection)
             if not isinstance(error, OSError):
                 raise
-            why = (
-                str(error) or f"no connection within {_CONNECT_S:g} s: check the host and DNS"
-            )
+            why = str(error) or f"no connection within {_CONNECT_S:g} s: check the host and DNS"
             raise EngineUnreachable(f"the engine cannot be reached: {why}") from error
         return connection
 

@@ -7,7 +7,8 @@ import pytest
 from tests.clients.packages import PACKAGES, Driver, node_folder
 from tests.clients.test_clients import TEXT
 from tests.doubles.engine import MODEL, engine_place
-from tests.explorer.finetuning.job_service import TrainerDouble, job_service, put, settings_of_jobs
+from tests.explorer import adapters
+from tests.explorer.finetuning.job_service import TrainerDouble, job_service, put
 from tests.explorer.running import RunningExplorer, eventually
 
 pytestmark = [pytest.mark.xdist_group("clients"), pytest.mark.contract]
@@ -19,7 +20,7 @@ NAMES = ("openai-python 1.x", "openai-python 3.x", "openai-node")
 def explorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
     with (
         engine_place() as place,
-        job_service(settings_of_jobs(tmp_path_factory.mktemp("jobs"), place.fresh())) as found,
+        job_service(adapters.adapted(tmp_path_factory.mktemp("jobs"), place.fresh())) as found,
     ):
         yield found
 

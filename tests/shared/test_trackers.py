@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from tests.explorer.running import settings_for
@@ -21,6 +22,7 @@ WRITE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+sys.path.append(sys.argv[3])  # what tuneloop needs, behind the tracker's own
 from tuneloop.shared.telemetry.trackers import OPENERS
 settings = SimpleNamespace(project="project", name="name", tensorboard_dir=Path(sys.argv[2]).parent / "tensorboard")
 (Path(sys.argv[2])).mkdir(exist_ok=True)
@@ -79,7 +81,7 @@ def said(code: str, *arguments: object) -> str:
 
 @pytest.mark.parametrize("kind", ["mlflow", "wandb"])
 def test_a_tracker_has_every_point(kind: str, tmp_path: Path) -> None:
-    said(WRITE, kind, tmp_path / kind)
+    said(WRITE, kind, tmp_path / kind, Path(structlog.__file__).parents[1])
     assert json.loads(said(READ[kind], tmp_path / kind)) == {
         "actor/pg_loss": [[1, 0.5], [2, 1.0]],
         "time/save_checkpoint": [[1, 3.0], [2, 3.0]],

@@ -8,8 +8,8 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 69_168
-TEST_LINES = 82_499
+SOURCE_LINES = 69_166
+TEST_LINES = 82_502
 OPTIONS = 173
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 121

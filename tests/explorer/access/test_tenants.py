@@ -380,7 +380,7 @@ def test_an_administrator_of_a_tenant_gives_no_more_than_he_has(
         {"expires_in": 7200},
     ):
         assert (make(**more).status_code, make(**more).json()["error"]["code"]) == (403, "operator_only"), more
-    monkeypatch.setattr(admin, "MAX_KEYS", 3)
+    monkeypatch.setattr("tuneloop.explorer.routes.admin.MAX_KEYS", 3)
     assert "3 keys at most" in make().json()["error"]["message"]
 
 

@@ -369,7 +369,7 @@ def test_the_last_word_counts_whoever_heard_it(
     place = Place(server.url, "exp_buffer")
     explorers = Explorers(tmp_path, place, dict(zip(("one", "other"), doubles, strict=True)), monkeypatch)
     with explorers.running("one", ahead_s=0.0) as one, explorers.running("other", ahead_s=ahead_s) as other:
-        replies = [chat(one) for _ in range(REPLIES)]
+        replies = [str(one.post(CHAT, json=HELLO).json()["id"]) for _ in range(REPLIES)]
         eventually(lambda: one.post("/commit", json={"task_id": "nobody"}).status_code == 200)
         if away_s:
             server.stop()

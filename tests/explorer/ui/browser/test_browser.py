@@ -258,7 +258,9 @@ async def blank(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.mark.parametrize("admitted", [True, False])
-def test_a_web_page_gives_feedback_by_a_token_where_its_origin_is_admitted(tmp_path: Path, admitted: bool) -> None:
+def test_a_web_page_gives_feedback_by_a_token_where_its_origin_is_admitted(
+    tmp_path: Path, browser: sync_api.Browser, admitted: bool
+) -> None:
     with serving(blank) as page_url, engine_place() as place:
         origins = (page_url,) if admitted else ()
         settings = settings_for(tmp_path, [place.fresh().url])
@@ -271,12 +273,10 @@ def test_a_web_page_gives_feedback_by_a_token_where_its_origin_is_admitted(tmp_p
             asked = {"msg_id": msg_id, "source": "ann"}
             token = explorer.http.post("/v1/feedback_tokens", json=asked, headers=key).json()["token"]
             script = SCRIPT.replace("https://model.example.com", explorer.url).replace("chatcmpl-…", msg_id)
-            with chromium_running() as browser:
-                tab = browser.new_page()
-                tab.goto(page_url)
-                said = tab.evaluate(
-                    f"token => {script.strip()}.then(answer => answer.status, error => error.name)", token
-                )
+            tab = browser.new_page()
+            tab.goto(page_url)
+            said = tab.evaluate(f"token => {script.strip()}.then(answer => answer.status, error => error.name)", token)
+            tab.close()
             assert said == (200 if admitted else "TypeError")
             if admitted:
                 eventually(lambda: explorer.rows("SELECT source, value FROM feedback") == [("key:web/ann", 1.0)])

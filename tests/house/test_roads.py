@@ -41,6 +41,8 @@ _SETTLED_S, _IDLE_S = 0.3, 6.0
 
 #: The loop that brings records from the outbox into the ledger.
 _DRAIN = frozenset({"explorer/drain.py:Drain._run"})
+#: What the drain looks at now and then.
+_GAUGES = "shared/outbox_status.py"
 
 STREAMED = "/v1/chat/completions"
 
@@ -100,9 +102,9 @@ def tracing() -> Iterator[Tracer]:
 
 def files(calls: list[tuple[str, str]], *, idle: list[tuple[str, str]], drained: bool = False) -> list[str]:
     """The files of a road in order, without background loops, but for that which writes to the ledger if `drained`."""
-    loops, gauges = {root for root, _ in idle}, {each for each in idle if each[1] == "shared/outbox_status.py"}
-    steps = (each for each in calls if each[0] not in loops or (drained and each[0] in _DRAIN))
-    return list(dict.fromkeys(step[1] for step in steps if step not in gauges))
+    loops = {root for root, _ in idle}
+    steps = (file for root, file in calls if root not in loops or (drained and root in _DRAIN))
+    return list(dict.fromkeys(file for file in steps if file != _GAUGES))
 
 
 def tell(road: str, found: list[str]) -> None:

@@ -8,16 +8,15 @@ python -m examples.werewolf.both_sides --model Qwen/Qwen3-0.6B --gpu --gpu-share
 
 import secrets
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import yaml
 from openai import AsyncOpenAI
 
+from examples.sums.services import Services
 from examples.werewolf.world import Game, Village, games, judge, judge_villagers
 from examples.worlds.experiment import Experiment, options_of, write_tasks
 from examples.worlds.schooling import Schooling
@@ -62,14 +61,9 @@ def service(experiment: Experiment, key: str) -> Iterator[str]:
     values["explorer"] |= {"proxy_port": port, "admin_key": key}
     file = folder / "tuneloop.yaml"
     file.write_text(yaml.safe_dump(values))
-    with (folder / "service.log").open("wb") as log:
-        command = [Path(sys.executable).with_name("tuneloop"), "run", file]
-        running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            running.terminate()
-            running.wait(60)
+    roles = ("explorer", "trainer")
+    with Services(roles, config=file, logs={name: folder / f"{name}.log" for name in roles}):
+        yield f"http://127.0.0.1:{port}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

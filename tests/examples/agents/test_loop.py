@@ -130,10 +130,10 @@ def require_a_step(folder: Path) -> None:
 def test_both_sides_of_a_game_are_policies_of_one_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(both_sides, "BEGINNER", NOTHING)
     monkeypatch.setattr("examples.worlds.warmup.share_right", lambda *_: 0.0)
-    given = ["--steps", "1", "--batch", "4", "--group", "4", "--held-out", "2", "--dir", str(tmp_path / "run")]
+    given = ["--steps", "1", "--batch", "16", "--group", "4", "--held-out", "2", "--dir", str(tmp_path / "run")]
     both_sides.main([*given, "--start", str(tmp_path / "start")])
     require_a_step(tmp_path / "run")
-    assert [*(tmp_path / "run/service").rglob("global_step_*")]  # a side without contrast makes none
+    assert [*(tmp_path / "run/service").rglob("global_step_*")]  # without contrast there is none: of 4 games often
 
 
 def means(folder: Path, reward: str, when: str) -> dict[str, float]:

@@ -207,7 +207,7 @@ def test_what_cannot_be_left_is_refused(actor: Actor, of_bytes: Callable[..., Se
     kept, refused = with_allowed_tokens([said, *given], of_bytes(), vocabulary=actor.vocabulary)
     assert [each.id for each in kept] == [said.id]
     [(reason, dropped)] = refused.items()
-    assert reason.startswith("what the engine told of the tokens that truncation left")
+    assert reason.startswith("the engine's list of tokens that truncation left is wrong")
     assert [each.id for each in dropped] == [0, 1, 2, 3, 4]
 
 

@@ -47,8 +47,8 @@ def test_it_tells_the_log_probability_of_each_action_token(remote, double):
     ("fault", "sentence"),
     [
         ({"shift": 1}, "another tokenizer"),
-        ({"leaves_out": ("prompt_logprobs",)}, "as vLLM does; OpenAI's own"),
-        ({"leaves_out": ("prompt_token_ids",)}, "as vLLM does; OpenAI's own"),
+        ({"leaves_out": ("prompt_logprobs",)}, "as vLLM does; OpenAI's models"),
+        ({"leaves_out": ("prompt_token_ids",)}, "as vLLM does; OpenAI's models"),
         ({"model": "other"}, "answers 404: The model `big` does not exist."),
         ({"fails": [400]}, "answers 400: for once"),
         ({"fails": [401]}, "answers 401: for once"),

@@ -42,6 +42,8 @@ def test_the_questions_of_the_page_and_the_gauges_cost_the_same_with_more_rows(t
             connection.execute(text("UPDATE experiences SET state = 'dropped', reason = 'empty'"))
         ledger = Ledger(engine)
         trained(ledger)
+        with engine.execution_options(sqlite_begin="IMMEDIATE").begin() as connection:
+            connection.execute(text("UPDATE experiences SET sampled_at = 0 WHERE state = 'trained'"))
         questions: dict[str, Callable[[], object]] = {
             "counts": ledger.reports.counts,
             "a tenant's": lambda ledger=ledger: ledger.reports.counts("acme"),

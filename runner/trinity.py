@@ -18,19 +18,23 @@ OF_GROUPS = ("multi_step_grpo", "grpo", "dapo", "gspo", "cispo", "rloo", "dpo")
 
 #: Algorithms that there are not here, by what is nearest.
 _NEAREST = {
-    "grpo": "grpo_verl remax opmd asymre sppo topr m2po rec mix mix_chord",
+    "grpo": "remax opmd asymre sppo topr m2po rec mix mix_chord",
     "gspo": "sapo",
     "dpo": "orpo",
     "multi_step_grpo": "gigpo",
-    "reinforce++": "reinforceplusplus reinforce_pp reinforce_plus_plus",
     "distill": "on_policy_distill jsd",
 }
-#: The same algorithm by another name.
-_SAME = {"grpo_verl", "reinforceplusplus", "reinforce_pp", "reinforce_plus_plus", "on_policy_distill"}
+#: The same algorithm by the name that others have for it.
+ALIASES = dict.fromkeys(("reinforceplusplus", "reinforce_pp", "reinforce_plus_plus"), "reinforce++")
+ALIASES |= {"grpo_verl": "grpo", "multi-step-grpo": "multi_step_grpo"}
 
 A_TRAINING_SET = (
     "this names a training set, and tuneloop trains on its own traffic. Train on the set with TRL, and start from that"
     " model"
+)
+
+ONE_MACHINE = (
+    "tune() starts its services on one machine, not on {}: write 1, or start them yourself, and name them by service="
 )
 
 VERLS_FORMAT = (
@@ -44,7 +48,7 @@ def instead_of(algorithm: str) -> str | None:
     near = next((ours for ours, others in _NEAREST.items() if algorithm in others.split()), None)
     if near is None:
         return None
-    return f"write {near}" if algorithm in _SAME else f"there is none here; the nearest is {near}"
+    return f"write {near}" if algorithm == "on_policy_distill" else f"there is none here; the nearest is {near}"
 
 
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*(?P<name>\w+)\s*(?:,(?P<default>[^${}]*))?\}")
@@ -83,14 +87,18 @@ def _expand_text(
             raise LookupError(f"{found[0]}: there is no environment variable {found['name']}")
         return value.strip().strip("'\"")
 
+    def option_of(found: re.Match[str]) -> Any:
+        name, named = found["name"], find(values, found["name"])
+        if named is None or name in seen:
+            return found[0]
+        return _expand_text(named, values, read_scalar, (*seen, name)) if isinstance(named, str) else named
+
     alone, expanded = text.startswith("${oc.env:") and text.endswith("}"), text
     while _VARIABLE.search(expanded):
         expanded = _VARIABLE.sub(value_of, expanded)
-    if (option := _REFERENCE.fullmatch(expanded)) and option["name"] not in seen:
-        named = find(values, option["name"])
-        if named is not None:
-            further = (*seen, option["name"])
-            return _expand_text(named, values, read_scalar, further) if isinstance(named, str) else named
+    if (option := _REFERENCE.fullmatch(expanded)) and (named := option_of(option)) != expanded:
+        return named
+    expanded = _REFERENCE.sub(lambda found: str(option_of(found)), expanded)
     if unknown := re.search(r"\$\{[^}]*\}?", expanded):
         known = "only ${oc.env:NAME}, ${oc.env:NAME,default} and the name of another option are known here"
         raise LookupError(f"{unknown[0]}: {known}")
@@ -152,13 +160,10 @@ def names_tasks(values: Mapping[str, Any]) -> bool:
 def translate(values: dict[str, Any], *, tasks: bool) -> tuple[list[str], list[tuple[str, str]]]:
     """Write Trinity's options by our names; `tasks`: the file names some. Returns those without effect, problems."""
     reading = _Translation(values, tasks=tasks)
-    reading.batches()
-    reading.intervals()
-    reading.losses()
-    reading.divergence()
-    reading.optimizer()
-    reading.adapter()
-    reading.pipelines()
+    for read in (reading.batches, reading.intervals, reading.losses, reading.divergence):
+        read()
+    for read in (reading.optimizer, reading.adapter, reading.pipelines):
+        read()
     return reading.ignored, reading.problems
 
 
@@ -176,7 +181,10 @@ class _Translation:
         self.ignored: list[str] = []
         self.problems: list[tuple[str, str]] = []
         self._tasks, self._mode = tasks, values.get("mode") or "both"
-        self._kind = str(find(values, "algorithm.algorithm_type") or "ppo")
+        kind = str(find(values, "algorithm.algorithm_type") or "ppo")
+        self._kind = ALIASES.get(kind, kind)
+        if self._kind != kind:
+            values["algorithm"]["algorithm_type"] = self._kind
         self._is_trinitys = tasks or "synchronizer" in values or find(values, "algorithm.repeat_times") is not None
 
     def batches(self) -> None:
@@ -288,10 +296,8 @@ class _Translation:
     def optimizer(self) -> None:
         """The learning rate's course: there is a warm-up here, and no decay."""
         values, at = self._values, "algorithm.optimizer."
-        warmup, ratio = (
-            number(find(values, f"{at}lr_warmup_steps")),
-            number(pop_option(values, f"{at}lr_warmup_steps_ratio")),
-        )
+        warmup = number(find(values, f"{at}lr_warmup_steps"))
+        ratio = number(pop_option(values, f"{at}lr_warmup_steps_ratio"))
         if warmup is not None and warmup < 0:
             pop_option(values, f"{at}lr_warmup_steps")
             warmup = None
@@ -336,12 +342,13 @@ class _Translation:
         for kind, unchanged in (("task", "tasks are run"), ("experience", "replies are trained on")):
             at = f"data_processor.{kind}_pipeline"
             steps = find(self._values, f"{at}.operators")
-            named = (
-                [str(each.get("name")) for each in steps if isinstance(each, dict)] if isinstance(steps, list) else []
-            )
+            steps = steps if isinstance(steps, list) else []
+            named = [str(each.get("name")) for each in steps if isinstance(each, dict)]
             if "mask_response_truncated" in named:  # so it is here, unless the reward's rule says otherwise
                 named.remove("mask_response_truncated")
                 write(self._values, "reward.unfinished_runs", "ignore")
+            if "dapo_dynamic_sampling" in named and self._kind in OF_GROUPS[:-1]:  # none learns without a contrast
+                named.remove("dapo_dynamic_sampling")
             self.ignored += [f"{at}: {', '.join(named)} ({unchanged} without)"] * bool(named)
 
 
@@ -358,10 +365,11 @@ IGNORED = frozenset(
         "algorithm": "sample_strategy enable_router_replay bypass_old_logprobs sample_strategy_args rollout_correction",
         "algorithm.optimizer": "optimizer_type",
         "buffer": "total_epochs tokenizer_path cache_dir explorer_input explorer_output",
-        "buffer.trainer_input": "auxiliary_buffers",
+        "buffer.trainer_input": "auxiliary_buffers sft_warmup_dataset sft_warmup_steps",
         "buffer.trainer_input.experience_buffer": "storage_type capacity max_read_timeout max_retry_times"
         " max_retry_interval split subset_name enable_progress_bar schema_type index batch_size tokenizer_path"
-        " total_epochs total_steps ray_namespace data_selector format replay_buffer",
+        " total_epochs total_steps ray_namespace data_selector format replay_buffer use_priority_queue"
+        " replay_buffer_kwargs reuse_cooldown_time",
         "cluster": "total_gpu_num rollout_gpu_num auxiliary_model_gpu_num explorer_gpu_num trainer_gpu_num"
         " trainer_node_num trainer_gpu_num_per_node",
         "explorer": "name runner_per_model runner_prepare_concurrency runner_prepare_max_retries max_timeout"
@@ -375,14 +383,16 @@ IGNORED = frozenset(
         " enable_thinking enable_log_requests base_port api_key nnodes node_rank enable_return_routed_experts"
         " weight_sync_buffer_size bundle_indices engine_id ray_namespace ray_actor_name sync_method checkpoint_job_dir"
         " cuda_visible_devices enable_lora enable_runtime_lora_updating rope_theta extra_engine_args lora_modules"
-        " lora_kwargs rope_scaling external_model_config enable_openai_api enable_history",
+        " lora_kwargs rope_scaling external_model_config enable_openai_api enable_history api_base_url_env api_key_env"
+        " api_model_name api_max_concurrent_requests",
         "model": "custom_chat_template chat_template_path top_p top_k logprobs max_prompt_tokens min_response_tokens"
         " enable_prompt_truncation repetition_penalty enable_thinking fully_sharded_loras max_cpu_loras rope_theta"
         " rope_scaling external_model",
         "monitor": "detailed_stats enable_ray_timeline cache_dir monitor_args",
         "trainer": "name trainer_type trainer_strategy enable_preview use_dynamic_bsz use_remove_padding"
-        " balance_batch critic_warmup max_token_len_per_gpu fix_actor_microbatch_loss_scale param_offload grad_offload"
-        " offload_policy save_strategy save_hf_checkpoint trust_remote_code trainer_config trainer_config_path"
+        " balance_batch critic_warmup max_token_len_per_gpu ppo_max_token_len_per_gpu"
+        " fix_actor_microbatch_loss_scale param_offload grad_offload offload_policy save_strategy save_hf_checkpoint"
+        " trust_remote_code trainer_config trainer_config_path"
         " megatron",
     }.items()
     for name in names.split()

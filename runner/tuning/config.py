@@ -16,7 +16,7 @@ from typing import Any
 
 from tuneloop.runner.errors import TuneRefused
 from tuneloop.runner.models.bound_model import CallDefaults
-from tuneloop.runner.trinity import ATTENTION, MLP, OF_GROUPS, instead_of
+from tuneloop.runner.trinity import ALIASES, ATTENTION, MLP, OF_GROUPS, ONE_MACHINE, instead_of
 from tuneloop.runner.tuning.views import View
 
 
@@ -62,14 +62,6 @@ MONITORS = ("tensorboard", "wandb", "mlflow")
 
 #: The algorithms that learn from rewards, by our names; those that compare the runs of a task with each other.
 ALGORITHMS = (*OF_GROUPS[:-1], "ppo", "reinforce", "reinforce++", "raft", "sft", "kto", "dpo")
-
-#: What others call them.
-_ALIASES = {
-    "reinforceplusplus": "reinforce++",
-    "reinforce_plus_plus": "reinforce++",
-    "grpo_verl": "grpo",
-    "multi-step-grpo": "multi_step_grpo",
-}
 
 
 @dataclass(slots=True)
@@ -150,7 +142,7 @@ class AlgorithmConfig:
 
     def __post_init__(self) -> None:
         """Raise TuneRefused for a value that makes no sense."""
-        self.algorithm_type = _ALIASES.get(self.algorithm_type, self.algorithm_type)
+        self.algorithm_type = ALIASES.get(self.algorithm_type, self.algorithm_type)
         if self.algorithm_type not in ALGORITHMS:
             if instead := instead_of(str(self.algorithm_type)):
                 where = " in a settings file: tune() gives rewards" if "distill" in instead else ""
@@ -395,10 +387,7 @@ def service_settings(
         gpus = cluster["gpu_per_node"] = min(gpus, int(cluster["gpu_per_node"]))
         over = {**(over or {}), "cluster": cluster}
     if int(cluster.get("node_num") or 1) > 1:
-        raise TuneRefused(
-            f"cluster.node_num: tune() starts its services on one machine, not on {cluster['node_num']}: write 1, or"
-            " start them yourself, and name them by service="
-        )
+        raise TuneRefused(f"cluster.node_num: {ONE_MACHINE.format(cluster['node_num'])}")
     rollout: Settings = {
         "engine_num": model.inference_engine_num,
         "tensor_parallel_size": model.tensor_parallel_size,

@@ -17,17 +17,12 @@ from tuneloop.runner.trinity import OF_GROUPS
 from tuneloop.runner.tuning.config import MONITORS, AlgorithmConfig, TinkerConfig, TunerModelConfig
 
 #: What tune() does by itself, or has no use for, beside what services ignore.
-_WITHOUT_EFFECT = (
-    "synchronizer",
-    "explorer.env_vars",
-    "buffer.trainer_input",
-    "buffer.group_by",
-    "trainer.keep_interval",
-)
+_WITHOUT_EFFECT: tuple[str, ...] = ("synchronizer", "explorer.env_vars", "buffer.trainer_input", "buffer.group_by")
+_WITHOUT_EFFECT += ("trainer.keep_interval",)
 
 #: Of a set of tasks, what is read here.
 _OF_TASKS = {"path", "subset_name", "split", "name", "rollout_args", "storage_type", "workflow_args"}
-_OF_TASKS |= {"default_workflow_type", "default_reward_fn_type"}
+_OF_TASKS |= {"default_workflow_type", "default_reward_fn_type", "data_selector", "task_selector"}
 
 _EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
 
@@ -258,9 +253,7 @@ class _FileReader:
         if not isinstance(found, dict) or not found.get("path"):
             raise TuneRefused(f"{name}: path is missing")
         selector = found.get("data_selector") or found.get("task_selector")
-        self._ignored += [
-            f"{name}.{each}" for each in found if each not in {*_OF_TASKS, "data_selector", "task_selector"}
-        ]
+        self._ignored += [f"{name}.{each}" for each in found if each not in _OF_TASKS]
         used = {"temperature", "top_p", "max_tokens"}
         self._ignored += [f"{name}.rollout_args.{each}" for each in found.get("rollout_args") or () if each not in used]
         kind = (selector or {}).get("selector_type", "sequential")

@@ -80,6 +80,11 @@ def read_settings(
     values, unexpanded = trinity.expand(values)
     names_tasks = trinity.names_tasks(values)
     ignored, untranslated = trinity.translate(values, tasks=names_tasks)
+    nodes = trinity.number(trinity.find(values, "cluster.node_num")) or 1
+    if names_tasks and nodes > 1 and values.get("mode") in {None, "both"}:
+        read.report(("cluster", "node_num"), trinity.ONE_MACHINE.format(int(nodes)))
+        values["cluster"]["node_num"] = 1
+        trinity.pop_option(values, "explorer.rollout_model.engine_num")  # they were for all machines
     values.setdefault("model", {})  # so that what is missing is model.model_path
     environment = os.environ if environment is None else environment
     for name, text in sorted(environment.items()):

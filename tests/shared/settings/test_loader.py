@@ -191,8 +191,6 @@ def test_an_option_that_there_was_is_told_wherever_it_is_written(tmp_path, optio
         ("mode: explore\n", "Write 'serve' if that file has `mode: train`"),
         ("mode: bench\n", "there is no 'bench' here. Name tasks with known answers in monitor.evaluation.path"),
         ("mode: colocate\n", "'colocate' is 'both' with explorer.rollout_model.gpu_memory_utilization: 0.4"),
-        ("algorithm: {algorithm_type: reinforceplusplus}\n", "reinforce++"),
-        ("algorithm: {algorithm_type: reinforce_pp}\n", "write reinforce++"),
         ("algorithm: {algorithm_type: sapo}\n", "there is none here; the nearest is gspo"),
         ("monitor: {monitor_type: swanlab}\n", "write 'tensorboard'"),
         ("cluster: {node_num: 0}\n", "write the number of machines"),

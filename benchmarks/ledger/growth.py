@@ -3,8 +3,13 @@
 The few are recorded, rewarded, committed and trained through the ledger; the many are copies of their rows.
 """
 
+import json
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,6 +22,7 @@ from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.storage import database
 from tuneloop.shared.ledger.storage.counters import FOLD
 from tuneloop.shared.ledger.storage.schema import metadata
+from tuneloop.shared.operations.doctor import MAX_DROP_REASONS
 
 _BASE, _VERSIONS, _BATCH = 8_000, 8, 640
 #: What copies must not share with their original.
@@ -50,10 +56,12 @@ def _ask(url: str, copies: int, rounds: int) -> dict[str, list[float]]:
         "counts": ledger.reports.counts,
         "counts of a tenant": lambda: ledger.reports.counts("acme"),
         "facts": lambda: ledger.reports.facts(policy, batch=32),
+        "facts with reasons": lambda: ledger.reports.facts(policy, drops=MAX_DROP_REASONS, batch=32),
         "rewards": ledger.reports.rewards,
         "imbalance": ledger.reports.imbalance,
         "fold": ledger.reports.fold_counts,
         "audit": ledger.reports.audit,
+        "doctor with its start": lambda: _doctor(url),
         "purge, dry run": lambda: ledger.retention.purge({state: 0.0 for state in (State.TRAINED,)}, dry_run=True),
         "record 64": lambda: ledger.recording.record([exchange() for _ in range(64)]),
         "feedback 64": lambda: rewarded(ledger, 64),
@@ -68,6 +76,16 @@ def _ask(url: str, copies: int, rounds: int) -> dict[str, list[float]]:
                 raise AssertionError(answer)
     ledger.close()
     return taken
+
+
+def _doctor(url: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="tl-doctor-") as folder:
+        buffer = {"name": "public", "path": url}
+        settings = {"mode": "train", "checkpoint_root_dir": folder, "model": {"model_path": folder}}
+        path = Path(folder, "settings.yaml")
+        path.write_text(json.dumps(settings | {"buffer": {"trainer_input": {"experience_buffer": buffer}}}))
+        command = [sys.executable, "-c", "from tuneloop.cli.main import main; main()", "doctor", str(path)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def _fill(ledger: Ledger) -> None:

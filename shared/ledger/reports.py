@@ -1,10 +1,10 @@
 """Reports about the ledger: counts, rewards, delays, and whether it balances."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, exists, func, or_, select, text, true
+from sqlalchemy import ColumnElement, Executable, and_, func, or_, select, text, true
 
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
@@ -31,34 +31,26 @@ _LEASED = literally(f"state = '{State.LEASED}'")
 _PENDING = literally("outcome = 'pending'")
 _COMMITTED = literally(COMMITTED)
 _NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
-_OLDEST_LEASED = select(func.min(experiences.c.committed_at)).where(_LEASED)
+_OF_LEASED = select(func.min(experiences.c.committed_at), func.max(experiences.c.committed_at)).where(_LEASED)
 
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
 
 _counted = experience_counts.c
+_COUNTS = select(_counted.state, func.sum(_counted.rows)).group_by(_counted.state)
 
-#: Of so many of the newest replies it is told what is not trained on.
-_NEWEST = 5_000
+#: So many of the newest replies are looked at for names, and for what is not trained on.
+_NEWEST = 2_000
 
-_newest = (
-    select(experiences.c.state, experiences.c.unsampled)
-    .where(
-        experiences.c.sampled_at
-        > select(func.coalesce(func.max(experiences.c.sampled_at), 0.0))
-        .where(experiences.c.state == State.TRAINED)
-        .scalar_subquery()
-    )
-    .order_by(experiences.c.sampled_at.desc())
-    .limit(_NEWEST)
-    .subquery()
-    .c
-)
+_sampled = experiences.c.sampled_at
+_until = select(func.coalesce(func.max(_sampled), 0.0)).where(experiences.c.state == State.TRAINED)
+_since = select(experiences.c.state, experiences.c.unsampled).where(_sampled > _until.scalar_subquery())
+_newest = _since.order_by(_sampled.desc()).limit(_NEWEST).subquery().c
 #: By their states those of the newest replies that were sampled after the newest that was trained on.
-_LATELY = select(_newest.state, func.count().label("rows"), func.count(_newest.unsampled).label("unsampled")).group_by(
-    _newest.state
-)
+_LATELY = select(_newest.state, func.count().label("rows"), func.count(_newest.unsampled).label("unsampled"))
 
 _EDITED_COMMITTED = select(func.count()).select_from(experiences).where(_COMMITTED, text(EDITED))
+
+_Read = Callable[[Executable], Sequence[Any]]
 
 
 class VersionReward(NamedTuple):
@@ -87,16 +79,14 @@ class Reports(LedgerPart):
         return FirstReply(unpack_text(rows[0].request), rows[0].text) if rows else None
 
     def newest_names(self, *, among: int) -> list[tuple[str, str]]:
-        query = select(experiences.c.tenant, experiences.c.msg_id).join(
-            exchanges, exchanges.c.msg_id == experiences.c.msg_id
-        )
-        newest = query.where(exchanges.c.engine.is_not(None)).order_by(experiences.c.id.desc())
-        return [(row.tenant, row.msg_id) for row in self._read(newest.limit(among))]
+        names = experiences.c.tenant, experiences.c.msg_id, experiences.c.id
+        newest = select(*names).order_by(experiences.c.id.desc()).limit(_NEWEST).subquery()
+        query = select(newest.c.tenant, newest.c.msg_id).join(exchanges, exchanges.c.msg_id == newest.c.msg_id)
+        rows = self._read(query.where(exchanges.c.engine.is_not(None)).order_by(newest.c.id.desc()).limit(among))
+        return [(row.tenant, row.msg_id) for row in rows]
 
     def counts(self, tenant: str | None = None) -> dict[State, int]:
-        query = select(_counted.state, func.sum(_counted.rows)).group_by(_counted.state)
-        if tenant is not None:
-            query = query.where(_counted.tenant == tenant)
+        query = _COUNTS if tenant is None else _COUNTS.where(_counted.tenant == tenant)
         found = {State(state): int(count) for state, count in self._read(query)}
         return {state: found.get(state, 0) for state in State}
 
@@ -111,9 +101,7 @@ class Reports(LedgerPart):
         sums = [func.sum(_counted[name]) for name in ("rows", "rewarded", "reward_sum")]
         query = select(_counted.version, *sums).where(~_counted.corrects).group_by(_counted.version)
         rows = self._read(query.having(sums[0] > 0).order_by(_counted.version))
-        return [
-            VersionReward(version, int(replies), int(rewarded), total) for version, replies, rewarded, total in rows
-        ]
+        return [VersionReward(each[0], int(each[1]), int(each[2]), each[3]) for each in rows]
 
     def feedback_to_served(self, version: int | None = None) -> list[float]:
         """Seconds from each trained row's last feedback to the first reply that could use it; of `version`, or all."""
@@ -132,111 +120,65 @@ class Reports(LedgerPart):
         return self._read(_NEWEST_COMMIT.where(_of(tenant)))[0][0]  # type: ignore[no-any-return]
 
     def claimable(self, rules: BatchRules, tenant: str) -> int:
-        _, fit, grouped, _ = self._count_committed(rules, tenant)
+        _, fit, grouped, _ = _count_committed(self._read, rules, tenant)
         return fit if rules.group_by == "none" else grouped
 
     def facts(self, rules: BatchRules, *, drops: int = 0, batch: int | None = None) -> LedgerFacts:
         """Why no step is happening, with so many reasons of `drops`; with `batch`, what shares hold back."""
-        columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
-        rows = self._read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
-        trainer, weights = Trainer(*rows[0]) if rows else None, self._weights(rules.policy)
-        counts = {state: count for state, count in self.counts().items() if count}
-        oldest_of = (
-            select(func.min(experiences.c.sampled_at)).where(experiences.c.state == state).scalar_subquery()
-            for state in counts
-        )
-        oldest_sampled = self._read(select(*oldest_of))[0] if counts else ()
-        lately = {row.state: row for row in self._read(_LATELY)}
-        states = {
-            state: StateCount(counts[state], since, lately[state].rows if state in lately else 0)
-            for state, since in zip(counts, oldest_sampled, strict=True)
-        }
-        none = State.COMMITTED not in states
-        committed, young, grouped, since = (0, 0, 0, None) if none else self._count_committed(rules)
-        leased = self._read(_OLDEST_LEASED)[0][0] if State.LEASED in states else None
-        [(pending, pending_since)] = self._read(select(func.count(), func.min(feedback.c.received_at)).where(_PENDING))
-        [(count, consumed, purged)] = self._read(
-            select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
-        )
-        claimable = young if rules.group_by == "none" else grouped
-        held_back: tuple[HeldBack, ...] = ()
-        if batch is not None and claimable >= batch:
-            with self._snapshot() as connection:
-                held = held_by_shares(connection, rules, batch)
-            held_back = tuple(HeldBack(*rater, rows) for rater, rows in held.items())
-        unsampled = 0
-        if not rules.any_reply:
-            unsampled = sum(lately[state].unsampled for state in _WAITING if state in lately)
-        leased_since = None
-        if State.LEASED in states:  # at the earliest: what is leased was committed before
-            [(committed_at,)] = self._read(select(func.max(experiences.c.committed_at)).where(_LEASED))
-            began = [trainer.started_at] if trainer else []
-            began += [weights.registered_at] if weights else []
-            leased_since = max([committed_at or 0.0, *began])
-        rewarded_since = None
-        if State.REWARDED in states:
-            waiting = text(REWARDED), experiences.c.policy == rules.policy
-            rewarded_since = self._read(select(func.min(experiences.c.rewarded_at)).where(*waiting))[0][0]
-        oldest = {State.COMMITTED: since, State.LEASED: leased}
-        return LedgerFacts(
-            states={state: each._replace(oldest=oldest.get(state, each.oldest)) for state, each in states.items()},
-            claimable=claimable,
-            held_back=held_back,
-            too_old=committed - young,
-            ungrouped=0 if rules.group_by == "none" else young - grouped,
-            unsampled=unsampled,
-            edited=0 if rules.edited else self._read(_EDITED_COMMITTED)[0][0],
-            unfit=() if rules.any_reply else self._most_frequent(drops, experiences.c.unsampled, _WAITING),
-            leased_since=leased_since,
-            rewarded_since=rewarded_since,
-            pending=pending,
-            pending_since=pending_since,
-            versions=count,
-            consumed=consumed,
-            purged=purged,
-            trainer=trainer,
-            weights=weights,
-            drops=self._most_frequent(drops, experiences.c.reason, (State.DROPPED, State.EXPIRED)),
-            alarms=tuple(self._alarms.all()),
-        )
+        alarms = tuple(self._alarms.all())
+        with self._snapshot() as connection:  # one for all: to begin and to end takes as long as most of them
 
-    def _count_committed(self, rules: BatchRules, tenant: str | None = None) -> tuple[int, int, int, float | None]:
-        """The committed rows that a batch takes, those young enough now, those in groups; since when."""
-        fit = young(rules)
-        grouped = func.count(experiences.c.group_id).filter(fit)
-        columns = (func.count(), func.count().filter(fit), grouped, func.min(experiences.c.committed_at))
-        [counted] = self._read(select(*columns).where(_COMMITTED, takable(rules), _of(tenant)))
-        return tuple(counted)
+            def read(query: Executable) -> Sequence[Any]:
+                return connection.execute(query).all()
 
-    def _weights(self, policy: int) -> Weights | None:
-        columns = (versions.c[name] for name in ("version", "state", "step", "created_at", "reason", "pinned"))
-        line = select(*columns).where(versions.c.policy == policy)
-        rows = self._read(line.order_by(versions.c.version.desc()))
-        if not rows:
-            return None
-        unfit = (VersionState.REJECTED, VersionState.ROLLED_BACK)
-        rejected = list(takewhile(lambda row: row.state in unfit, rows))
-        newer = takewhile(lambda row: row.state != VersionState.CHAMPION, rows)
-        waiting = [row.created_at for row in newer if row.state == VersionState.CANDIDATE]
-        held = any(row.pinned or row.state == VersionState.CANARY for row in rows)
-        return Weights(
-            newest=rows[0].version,
-            registered_at=rows[0].created_at,
-            champion=next((row.version for row in rows if row.state == VersionState.CHAMPION), None),
-            step=next((row.step for row in rows if row.state not in unfit), 0),
-            rejected=len(rejected),
-            reason=rejected[0].reason if rejected else None,
-            servable=next((row.version for row in rows if row.state not in unfit), 0),
-            waiting_since=None if held else min(waiting, default=None),
-        )
-
-    def _most_frequent(self, limit: int, reason: Any, states: Collection[State]) -> tuple[DropCount, ...]:
-        if not limit:
-            return ()
-        state, count = experiences.c.state, func.count()
-        query = select(state, reason, count).where(state.in_(states), reason.is_not(None)).group_by(state, reason)
-        rows = self._read(query.order_by(count.desc(), state, reason).limit(limit))
-        return tuple(DropCount(State(row[0]), *row[1:]) for row in rows)
+            columns = (epochs.c.trainer, epochs.c.epoch, epochs.c.started_at, epochs.c.seen_at, epochs.c.ended_at)
+            rows = read(select(*columns).order_by(epochs.c.epoch.desc()).limit(1))
+            trainer, weights = Trainer(*rows[0]) if rows else None, _weights(read, rules.policy)
+            counts = {State(state): int(count) for state, count in read(_COUNTS) if count}
+            oldest_of = (
+                select(func.min(experiences.c.sampled_at)).where(experiences.c.state == state).scalar_subquery()
+                for state in counts
+            )
+            oldest_sampled = read(select(*oldest_of))[0] if counts else ()
+            lately = {row.state: row for row in read(_LATELY.group_by(_newest.state))}
+            states = {
+                state: StateCount(counts[state], since, lately[state].rows if state in lately else 0)
+                for state, since in zip(counts, oldest_sampled, strict=True)
+            }
+            committed, young, grouped, since = _count_committed(read, rules)
+            [(pending, pending_since)] = read(select(func.count(), func.min(feedback.c.received_at)).where(_PENDING))
+            [(count, consumed, purged)] = read(
+                select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
+            )
+            claimable = young if rules.group_by == "none" else grouped
+            held = held_by_shares(connection, rules, batch) if batch is not None and claimable >= batch else {}
+            [(leased, leased_since)] = read(_OF_LEASED)
+            if leased_since is not None:  # at the earliest: what is leased was committed before
+                began = [trainer.started_at] if trainer else []
+                leased_since = max([leased_since, *began, *([weights.registered_at] if weights else [])])
+            rewarded = text(REWARDED), experiences.c.policy == rules.policy
+            oldest = {State.COMMITTED: since, State.LEASED: leased}
+            return LedgerFacts(
+                states={state: each._replace(oldest=oldest.get(state, each.oldest)) for state, each in states.items()},
+                claimable=claimable,
+                held_back=tuple(HeldBack(*rater, rows) for rater, rows in held.items()),
+                too_old=committed - young,
+                ungrouped=0 if rules.group_by == "none" else young - grouped,
+                unsampled=0 if rules.any_reply else sum(lately[each].unsampled for each in _WAITING if each in lately),
+                edited=0 if rules.edited else read(_EDITED_COMMITTED)[0][0],
+                unfit=() if rules.any_reply else _most_frequent(read, drops, experiences.c.unsampled, _WAITING),
+                leased_since=leased_since,
+                rewarded_since=read(select(func.min(experiences.c.rewarded_at)).where(*rewarded))[0][0],
+                pending=pending,
+                pending_since=pending_since,
+                versions=count,
+                consumed=consumed,
+                purged=purged,
+                trainer=trainer,
+                weights=weights,
+                drops=_most_frequent(read, drops, experiences.c.reason, (State.DROPPED, State.EXPIRED)),
+                alarms=alarms,
+            )
 
     def imbalance(self) -> list[str]:
         """A sentence for each sum that does not balance; empty when all do."""
@@ -277,7 +219,6 @@ class Reports(LedgerPart):
         current = select(func.max(epochs.c.epoch)).scalar_subquery()
         for what, condition in {
             "leased under an epoch that has ended": and_(_LEASED, experiences.c.lease_epoch != current),
-            "without their exchange": ~exists().where(exchanges.c.msg_id == experiences.c.msg_id),
             "in a group that is named after a later one": and_(
                 or_(_COMMITTED, _LEASED), experiences.c.group_id > experiences.c.id
             ),
@@ -286,6 +227,47 @@ class Reports(LedgerPart):
             if misplaced:
                 found.append(f"experiences {what}: {misplaced}")
         return found
+
+
+def _count_committed(read: _Read, rules: BatchRules, tenant: str | None = None) -> tuple[int, int, int, float | None]:
+    """The committed rows that a batch takes, those young enough now, those in groups; since when."""
+    fit = young(rules)
+    grouped = func.count(experiences.c.group_id).filter(fit)
+    columns = (func.count(), func.count().filter(fit), grouped, func.min(experiences.c.committed_at))
+    [counted] = read(select(*columns).where(_COMMITTED, takable(rules), _of(tenant)))
+    return tuple(counted)
+
+
+def _weights(read: _Read, policy: int) -> Weights | None:
+    columns = (versions.c[name] for name in ("version", "state", "step", "created_at", "reason", "pinned"))
+    line = select(*columns).where(versions.c.policy == policy)
+    rows = read(line.order_by(versions.c.version.desc()))
+    if not rows:
+        return None
+    unfit = (VersionState.REJECTED, VersionState.ROLLED_BACK)
+    rejected = list(takewhile(lambda row: row.state in unfit, rows))
+    newer = takewhile(lambda row: row.state != VersionState.CHAMPION, rows)
+    waiting = [row.created_at for row in newer if row.state == VersionState.CANDIDATE]
+    held = any(row.pinned or row.state == VersionState.CANARY for row in rows)
+    return Weights(
+        newest=rows[0].version,
+        registered_at=rows[0].created_at,
+        champion=next((row.version for row in rows if row.state == VersionState.CHAMPION), None),
+        step=next((row.step for row in rows if row.state not in unfit), 0),
+        rejected=len(rejected),
+        reason=rejected[0].reason if rejected else None,
+        servable=next((row.version for row in rows if row.state not in unfit), 0),
+        waiting_since=None if held else min(waiting, default=None),
+    )
+
+
+def _most_frequent(read: _Read, limit: int, reason: Any, states: Collection[State]) -> tuple[DropCount, ...]:
+    if not limit:
+        return ()
+    state, count = experiences.c.state, func.count()
+    query = select(state, reason, count).where(state.in_(states), reason.is_not(None)).group_by(state, reason)
+    rows = read(query.order_by(count.desc(), state, reason).limit(limit))
+    return tuple(DropCount(State(row[0]), *row[1:]) for row in rows)
 
 
 def _of(tenant: str | None) -> ColumnElement[bool]:

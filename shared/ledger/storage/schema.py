@@ -393,6 +393,7 @@ partial(
     where=CORRECTS,
 )
 partial("ix_experiences_edited", experiences.c.state, where=EDITED)
+partial("ix_experiences_aside", experiences.c.state, experiences.c.reason, where="reason IS NOT NULL")
 partial("ix_experiences_unsampled", experiences.c.state, experiences.c.sampled_at, where="unsampled IS NOT NULL")
 
 #: The counts of `experiences`, which the database keeps itself: the sum over all rows of a key.

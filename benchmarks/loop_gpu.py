@@ -1,7 +1,7 @@
 """From the last commit of a batch to replies of the new weights, stage by stage; what the trainer does with its time.
 
     python -m benchmarks.loop_gpu [--size 0.6b] [--gpus 1] [--lanes 16,64] [--batch 64] [--budget-seconds 240]
-        [--gpu-turn 10] [--set trainer.max_staleness=4] [--work FOLDER]
+        [--set trainer.max_staleness=4] [--work FOLDER]
 
 `tuneloop run` with the README's settings at `save_interval: 1`, on one GPU, which engine and trainer share, or on two.
 So many clients ask side by side, each reply gets feedback, and what has some is committed four times a second. For each
@@ -141,15 +141,14 @@ def main() -> int:
 def _values(work: Path, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The README's settings, with this machine's paths."""
     on_gpu = options.gpus > 0
-    shared = 0.4 if options.gpu_turn is None else 0.85
-    memory = options.memory or (shared if options.gpus == 1 else 0.9)
+    memory = options.memory or (0.4 if options.gpus == 1 else 0.9)
     values: dict[str, Any] = {
         "mode": "both",
         "project": "bench",
         "name": "loop",
         "checkpoint_root_dir": str(work / "job"),
         "model": {"model_path": str(model), "max_model_len": 8192 if on_gpu else 1024, "served_model_name": _MODEL},
-        "cluster": {"gpu_per_node": options.gpus, "gpu_turn": options.gpu_turn},
+        "cluster": {"gpu_per_node": options.gpus},
         "explorer": {
             "proxy_port": _PORT,
             "rollout_model": rollout_of(on_gpu=on_gpu, memory=memory, api_servers=None),
@@ -326,12 +325,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64 if on_gpu else 8, help="buffer.train_batch_size")
     parser.add_argument("--tokens", type=int, default=256 if on_gpu else 16, help="of a reply, at most")
     parser.add_argument("--capture", choices=["all", "share", "none"], default="all")
-    parser.add_argument(
-        "--memory", type=float, help="gpu_memory_utilization: 0.4 beside the trainer, 0.85 by turns, else 0.9"
-    )
-    parser.add_argument(
-        "--gpu-turn", type=float, help="cluster.gpu_turn: seconds of a turn; else they share its memory"
-    )
+    parser.add_argument("--memory", type=float, help="gpu_memory_utilization: 0.4 beside the trainer, else 0.9")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="one more setting")
     parser.add_argument("--budget-seconds", type=float, default=240.0)
     parser.add_argument("--work", type=Path, help="where to put everything")

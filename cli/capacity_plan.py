@@ -120,9 +120,6 @@ def make_plan(
         taken["the trainer"] = trainer.teacher + settings.trainer_workers * (trainer.total - trainer.teacher)
     if trainer and trainer.offloaded:
         taken["AdamW"] = trainer.offloaded
-    if gpus and settings.cluster.gpu_turn is not None:
-        moved = sum(trainer[1:3]) + trainer.reference if trainer else 0
-        taken["what waits for its turn at the GPU"] = moved + (engine.weights if engine else 0)
     if settings.model.lora.rank and (adapters := memory.policies_memory(shapes, settings)):
         taken["adapters of policies"] = adapters
     if serves:
@@ -165,8 +162,7 @@ def _problems(made: ExperimentPlan, free: int) -> Iterator[str]:
     for number, users in made.on_gpus.items():
         needed = trainer.total if trainer and any(map(is_trainer, users)) else 0
         beside = 0 if all(map(is_trainer, users)) else int(share * (made.gpu_bytes or 0))
-        by_turns = settings.cluster.gpu_turn is not None
-        needed = max(beside, needed + memory.ASLEEP_ENGINE) if by_turns else needed + beside
+        needed += beside
         if made.gpu_bytes is not None and needed > made.gpu_bytes:
             yield (
                 f"GPU {number} is too small: {' and '.join(users)} take {gigabytes(needed)}, it has"
@@ -181,8 +177,8 @@ def _problems(made: ExperimentPlan, free: int) -> Iterator[str]:
         each = ", ".join(f"{name} {gigabytes(size)}" for name, size in made.main_memory.items())
         yield (
             f"model.model_path: main memory is too small: {each}, {gigabytes(free)} are free; choose a smaller model,"
-            " train an adapter (model.lora.rank: 16), write algorithm.optimizer.bits: 8, trainer.optimizer_offload:"
-            " false or cluster.gpu_turn: null, or give it GPUs (cluster.gpu_per_node)"
+            " train an adapter (model.lora.rank: 16), write algorithm.optimizer.bits: 8 or"
+            " trainer.optimizer_offload: false, or give it GPUs (cluster.gpu_per_node)"
         )
 
 

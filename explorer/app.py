@@ -37,7 +37,6 @@ from tuneloop.explorer.http import errors
 from tuneloop.explorer.limits import BodyLimits, ConnectionLimits, most_connections
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.proxy.proxy import Proxy
-from tuneloop.explorer.proxy.shadow import Shadow
 from tuneloop.explorer.recorder import FILE_BYTES, OutboxLimits, Recorder
 from tuneloop.explorer.routes import (
     admin,
@@ -237,13 +236,6 @@ def open_services(
     signer = ReplyIdSigner(key)
     arrivals = Arrivals(signer, ledger.explorers)
     conversations = Conversations(signer, control_client.wait_until_taken, ledger.reports, arrivals)
-    shadow = Shadow(
-        fleet,
-        refusals=settings.monitor.drift.refusals_found,
-        report=control_client.report_shadow_reply,
-        metrics=metrics,
-        timeout_s=explorer.request_timeout,
-    )
     tracing = open_tracing(settings, "explorer")
     traces = None if tracing is None else Traces(tracing, recorder.name_as_stored)
     find_context_length = passthrough.remembered_context_length(fleet)
@@ -254,7 +246,6 @@ def open_services(
         recorder=recorder,
         metrics=metrics,
         find_context_length=find_context_length,
-        shadow=shadow.offer,
         traces=traces,
     )
     metrics.in_flight.set_function(lambda: proxy.admission.in_flight)
@@ -289,7 +280,7 @@ def open_services(
         limits=limits,
         outbox=outbox,
     )
-    tasks = [limits.run(metrics), shadow.run(), proxy.parser.capture.watch(ledger.alarms, metrics)]
+    tasks = [limits.run(metrics), proxy.parser.capture.watch(ledger.alarms, metrics)]
 
     async def tell_traffic() -> None:
         if proxy.admission.in_flight:

@@ -6,7 +6,6 @@ import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -30,16 +29,6 @@ _LENGTH = struct.Struct("<I")
 
 #: How long the control process may take beyond the time that it was given, for the metrics, and for a token.
 _GRACE_S, _EXPOSITION_S, _TOKEN_S = 0.5, 5.0, 2.0
-
-
-class ShadowReply(msgspec.Struct, frozen=True):
-    """What became of a copy: how long the reply took, and how many tokens it has."""
-
-    version: int
-    failed: bool
-    refused: bool = False
-    seconds: float = 0.0
-    tokens: int = 0
 
 
 class ChannelMessage(msgspec.Struct, frozen=True, tag=True):
@@ -91,10 +80,6 @@ class TakeOfToken(ChannelMessage, frozen=True):
 
 class GetExposition(ChannelMessage, frozen=True):
     """A worker: what does the whole service's /metrics say?"""
-
-
-class ReportShadowReply(ChannelMessage, frozen=True):
-    copied: ShadowReply
 
 
 class ReportFailure(ChannelMessage, frozen=True):
@@ -190,7 +175,6 @@ _Any = (
     | GetExposition
     | ReportFailure
     | ReportMetrics
-    | ReportShadowReply
     | UpdateEngine
     | UpdateSplit
     | UpdateKeys
@@ -327,10 +311,6 @@ class ControlClient:
     async def load_version(self, policy: int, version: int) -> str:
         """Have engines hold a version of a policy; why that cannot be, empty where it can."""
         return str(await self._answer_to(LoadVersion(policy, version), str, None))
-
-    async def report_shadow_reply(self, reply: ShadowReply) -> None:
-        with suppress(ChannelLost):
-            await self._channel.ask(ReportShadowReply(reply))
 
     async def exposition(self) -> bytes:
         return bytes(await self._answer_to(GetExposition(), bytes, _EXPOSITION_S))

@@ -89,8 +89,6 @@ class Metrics:
         self.canary_version = gauge("tuneloop_canary_version", text)
         text = "The share of the requests that the canary version answers"
         self.canary_share = gauge("tuneloop_canary_share", text)
-        text = "Shadow copies of requests, sent to a candidate version, by outcome"
-        self.copies = counter("tuneloop_copies", text, ["outcome"])
         self._add_engines_and_judge(registry)
         self._durations = cache(self.request_seconds.labels)
         self._recorded_counters = cache(self.recorded.labels)
@@ -105,7 +103,6 @@ class Metrics:
         text = "1 if the engine's last good proof included the fingerprint of its weights"
         self.has_fingerprint = gauge("tuneloop_engine_fingerprint", text, ["engine"])
         self.reload_seconds = histogram("tuneloop_reload_seconds", "From leaving the rotation to serving again")
-        self.gpu_turn_seconds = histogram("tuneloop_gpu_turn_seconds", "An engine's sleep in the trainer's turn")
         text = "When an engine last sent something of a reply"
         self.last_reply = gauge("tuneloop_last_reply_timestamp_seconds", text)
 
@@ -114,7 +111,6 @@ class Metrics:
         self.judge_tokens = counter("tuneloop_judge_tokens", "Tokens of verdicts, as the judge counts them", ["kind"])
         # From 0 on: Prometheus sees no increase in a series that begins with 1.
         for metric, *values in (
-            (self.copies, "answered", "failed", "dropped"),
             (self.probes, "matched", "mismatched", "failed"),
             (self.judged, "judged", "failed", "away", "not_kept"),
             (self.judge_tokens, "prompt", "completion"),

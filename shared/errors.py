@@ -153,10 +153,6 @@ class DiskFull(TuneloopError):
     """A checkpoint does not fit on the disk at the moment; nothing of it is left there. The message is the reason."""
 
 
-class TurnNotGiven(TuneloopError):
-    """Whoever waits for a turn at the GPU was told to stop before it came."""
-
-
 class NotEvaluated(TuneloopError):
     """A version cannot be evaluated at the moment, for a reason that has nothing to do with the version."""
 

@@ -14,12 +14,11 @@
 {job_dir}/secrets/msg_id.key the key that the names of replies are signed with, and redacted names are digested with
 """
 
-import fcntl
 import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -35,7 +34,6 @@ _KEY_BYTES = 32
 _REGISTERED, _RESTORING, _STEPS = "registered.json", "restoring.json", "steps.json"
 _TRAFFIC, _COMMITTED = "traffic", "committed"
 _Mark = TypeVar("_Mark", bound=msgspec.Struct)
-_GPU_HELD, _GPU_WANTED = "gpu.held", "gpu.wanted_by_{}"
 
 #: Seconds between two touches of the mark of traffic while there is any.
 TRAFFIC_S = 0.2
@@ -150,57 +148,6 @@ def _stamp_of(mark: Path) -> int:
         return mark.lstat().st_mtime_ns
     except OSError:
         return 0
-
-
-class MarkLock:
-    """A kernel lock on a file of the job folder; who inherits its descriptor has it too."""
-
-    def __init__(self, path: Path) -> None:
-        make_below(path.parent)
-        self._file = path.open("a+b", buffering=0)  # A network's file system asks for both rights.
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def take(self) -> bool:
-        return self._try(fcntl.LOCK_EX)
-
-    def is_held_by_another(self) -> bool:
-        if not self._try(fcntl.LOCK_SH):
-            return True
-        self.release()
-        return False
-
-    def release(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def close(self) -> None:
-        """Release it, unless others have inherited it."""
-        self._file.close()
-
-    def _try(self, how: int) -> bool:
-        try:
-            fcntl.flock(self._file, how | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-
-class GpuLocks(NamedTuple):
-    """The locks by which trainer and engine have one GPU by turns. Raises OSError."""
-
-    held: MarkLock
-    wanted_by_trainer: MarkLock
-    wanted_by_engine: MarkLock
-
-    @classmethod
-    def of(cls, job_dir: Path) -> "GpuLocks":
-        wanted = [MarkLock(job_dir / _GPU_WANTED.format(user)) for user in ("trainer", "engine")]
-        return cls(MarkLock(job_dir / _GPU_HELD), *wanted)
-
-    def close(self) -> None:
-        for each in self:
-            each.close()
 
 
 def load_key(path: Path) -> bytes:

@@ -246,7 +246,7 @@ class FileJobs:
 
         total, weight = 0.0, 0
         try:
-            now.micro_batch.take_gpu(now.learner)
+            now.micro_batch.prepare(now.learner)
             now.learner.micro_batch_tokens = now.micro_batch.tokens
             samples = rows()
             while some := list(islice(samples, _SCORED)):

@@ -24,7 +24,6 @@ from tuneloop.shared.errors import (
     LeaseLost,
     LedgerUnavailable,
     ParentEnded,
-    TurnNotGiven,
 )
 from tuneloop.shared.evaluation.tasks import tasks_of
 from tuneloop.shared.experience import PolicyState, Sample
@@ -44,7 +43,6 @@ from tuneloop.trainer.batches.selection import find_missing_library
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.evaluation.evaluation import is_evaluated_here
 from tuneloop.trainer.file_jobs import FileJobs
-from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.heartbeat import BEAT_S, Heartbeat
 from tuneloop.trainer.micro_batch import fit_to_memory
 from tuneloop.trainer.models.model import device_of
@@ -84,8 +82,6 @@ def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
                 return TrainingLoop(settings, ledger, stop, ranks=ranks).run()
             with closing(tracing):
                 TrainingLoop(settings, ledger, stop, spans=StepSpans(settings, tracing), ranks=ranks).run()
-    except TurnNotGiven as error:  # Rows of steps that no version has are trained on again.
-        _log.info("trainer_stopped", reason=str(error))
     finally:
         ledger.close()
 
@@ -132,7 +128,7 @@ class TrainingLoop:
         self._settings, self._ledger, self._stop, self._ranks = settings, ledger, stop, ranks
         self._beat_s, self._spans = beat_s, spans or StepSpans(settings, None)
         self._store = CheckpointStore(settings.job_dir, mode=int(settings.trainer.checkpoint_mode, 8))
-        self._turns, self._order = GpuTurns(settings, stop), PolicyTurns()
+        self._order = PolicyTurns()
         self._away, self._committed = False, 0
 
     def run(self) -> None:
@@ -153,20 +149,17 @@ class TrainingLoop:
             store=self._store,
             publisher=self._publisher,
             spans=self._spans,
-            turns=self._turns,
             ranks=self._ranks,
             stop=self._stop,
             epoch=epoch,
         )
-        with _end_epoch_at_exit(ledger, epoch), heartbeat, closing(self._publisher), closing(self._turns):
+        with _end_epoch_at_exit(ledger, epoch), heartbeat, closing(self._publisher):
             self._policies = PoliciesInMemory(parts)
             while not self._stop.is_set():
                 try:
                     if self._is_complete():
                         break
                     self._turn()
-                except TurnNotGiven:
-                    break
                 except LedgerUnavailable as error:
                     self._wait_for_the_database(error)
             if not heartbeat.overtaken:
@@ -175,7 +168,6 @@ class TrainingLoop:
                 exact = not (heartbeat.overtaken or each.steps.count or each.learner.spoilt)
                 self._publisher.states.finish(each.learner if exact else None, each.steps.parent, each.curves)
                 each.curves.close()
-            self._turns.end(self._now.learner)
             if heartbeat.overtaken:
                 raise heartbeat.overtaken
             _log.info("trainer_stopped", version=self._now.steps.parent, step=self._now.learner.steps)
@@ -198,8 +190,6 @@ class TrainingLoop:
 
     def _turn(self) -> None:
         self._committed = committed_stamp(self._settings.job_dir)
-        waits = self._now.steps.wait_for_publisher(self._now.learner)
-        self._turns.end_if_over(self._now.learner, publishes=waits)
         if self._away or self._now.learner.spoilt:
             self._settle()
         self._ledger.training.extend(self._epoch)
@@ -302,13 +292,10 @@ class TrainingLoop:
                 now.is_cold = False
                 return now.micro_batch.rehearse(now.learner)
             return self._pause()
-        if not now.steps.wait_for_publisher(now.learner):
-            self._turns.end(now.learner)
         self._publisher.wait(self._settings.trainer.poll_interval)
 
     def _pause(self) -> None:
-        """Look again a little later, or when rows are committed; the GPU is not needed meanwhile."""
-        self._turns.end(self._now.learner)
+        """Look again a little later, or when rows are committed."""
         ends = time.monotonic() + self._settings.trainer.poll_interval
         while (left := ends - time.monotonic()) > 0 and not self._stop.wait(min(_NOTICE_S, left)):
             if committed_stamp(self._settings.job_dir) != self._committed:
@@ -371,8 +358,6 @@ class TrainingLoop:
                 self._end_publication()
         except LedgerUnavailable as error:
             self._wait_for_the_database(error)
-        except TurnNotGiven as error:
-            _log.warning("steps_not_published", steps=now.steps.count, reason=str(error))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ as it has turned out to hold.
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from resource import RUSAGE_SELF, getrusage
@@ -123,7 +123,7 @@ class _Rehearsed(TuneloopError):
 
 def _room(settings: Settings, free: int, total: int) -> int:
     # Of what is taken now, an engine that sleeps has given back most.
-    return min(total if settings.cluster.gpu_turn is not None else free, room_for_trainer(settings, total))
+    return min(free, room_for_trainer(settings, total))
 
 
 def must_shard(settings: Settings) -> bool:
@@ -149,10 +149,7 @@ class MicroBatch:
     before each step.
     """
 
-    def __init__(
-        self, settings: Settings, stop: Stop | None = None, *, take_gpu: Callable[[Learner], None] | None = None
-    ) -> None:
-        self._take_gpu = take_gpu
+    def __init__(self, settings: Settings, stop: Stop | None = None) -> None:
         self._settings, self._setting = settings, settings.trainer.tokens_at_once
         self._path = settings.job_dir / _FILE
         memory = unchanged = _Memory(self._setting, self._setting)
@@ -170,7 +167,7 @@ class MicroBatch:
         """`learner.step`, in micro-batches that fit. Raises SamplesRefused, EnvironmentRefused, as that does."""
         learner.smaller = partial(self._shrink_together, ref(learner))
         self._samples = samples
-        self.take_gpu(learner)
+        self.prepare(learner)
         if self._is_checkpointing:
             checkpoint_activations(learner)
         if learner.ranks.size > 1:
@@ -207,7 +204,7 @@ class MicroBatch:
         algorithm, started = self._settings.algorithm, time.perf_counter()
         if learner.ranks.size > 1 or ALGORITHMS[algorithm.algorithm_type].asks(algorithm).teacher:
             return
-        self.take_gpu(learner)
+        self.prepare(learner)
         if self._is_checkpointing:
             checkpoint_activations(learner)
         learner.micro_batch_tokens, learner.smaller, learner.before_update = self.tokens, None, _end_rehearsal
@@ -222,7 +219,7 @@ class MicroBatch:
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """The log-probabilities of `recompute`, in the same way."""
-        self.take_gpu(learner)
+        self.prepare(learner)
         self._samples = samples
         while True:
             learner.micro_batch_tokens = self.tokens
@@ -232,10 +229,8 @@ class MicroBatch:
                 pass
             self._halve()
 
-    def take_gpu(self, learner: Learner) -> None:
-        """Have the GPU, with the learner there, and yield before each pass. Raises TurnNotGiven."""
-        if self._take_gpu is not None:
-            self._take_gpu(learner)
+    def prepare(self, learner: Learner) -> None:
+        """Have the learner yield to traffic before each pass, if the settings ask for it."""
         if self._yielding is not None:
             learner.before_pass = self._yielding
 

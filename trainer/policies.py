@@ -52,7 +52,6 @@ from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.evaluation import GateEvaluation
-from tuneloop.trainer.gpu_turns import GpuTurns
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
 from tuneloop.trainer.models.offloading import MovedTensors
@@ -136,11 +135,6 @@ class UnpublishedSteps:
     def are_due(self, learner: Learner) -> bool:
         """Whether they are to become a version now: none while another is being published."""
         return self._publisher.steps_begun == 0 and self._are_enough(self.count, learner)
-
-    def wait_for_publisher(self, learner: Learner) -> bool:
-        """Whether they are enough for a version, but another is being published."""
-        begun = self._publisher.steps_begun
-        return begun > 0 and self._are_enough(self.count - begun, learner)
 
     def _are_enough(self, steps: int, learner: Learner) -> bool:
         return steps > 0 and (steps >= self._settings.trainer.save_interval or self.are_all_made(learner))
@@ -251,7 +245,6 @@ class SharedParts(NamedTuple):
     store: CheckpointStore
     publisher: Publisher
     spans: StepSpans
-    turns: GpuTurns
     ranks: Ranks
     stop: Stop
     epoch: int
@@ -271,8 +264,8 @@ class PolicyTraining:
         number, epoch = policy.id, parts.epoch
         self.ledger = ledger = parts.ledger.of_policy(number)
         self.monitors = Monitors(settings, ledger, number)
-        self.micro_batch = MicroBatch(settings, parts.stop, take_gpu=parts.turns.begin)
-        self.gate = GateEvaluation(settings, ledger, take_gpu=parts.turns.begin)
+        self.micro_batch = MicroBatch(settings, parts.stop)
+        self.gate = GateEvaluation(settings, ledger)
         self.finite, self.rejections = FiniteSteps(settings, ledger.alarms), Rejections(ledger, number)
         self.recomputation = Recomputation(settings, ledger, self.micro_batch)
         self.rows = LeasedRows(settings, ledger, self.recomputation, epoch=epoch, policy=number)
@@ -291,7 +284,6 @@ class PolicyTraining:
 
     def resume(self, newest: Version, state: Path | None, network: PreTrainedModel | None = None) -> None:
         """Become the newest registered version, with the `state` that was found for it; `network` is the base model."""
-        self._parts.turns.take()
         with room_for_weights():
             self.learner = snapshot.resume(
                 self.settings,
@@ -316,8 +308,7 @@ class PolicyTraining:
         if self.job is None:
             self.curves.add(self.learner.steps, self.monitors.begin(self.learner))
         self._waiting_since = time.perf_counter()
-        # By turns the GPU is the engine's while rows are awaited.
-        self.is_cold = self.learner.actor.is_compiled and self.settings.cluster.gpu_turn is None
+        self.is_cold = self.learner.actor.is_compiled
         self.committed_before = committed_stamp(self.settings.job_dir)
         self.gate.evaluate(self.learner, self.steps.parent)
         named = {"policy": self.policy.name} if self.policy.id else {}
@@ -342,7 +333,6 @@ class PolicyTraining:
 
     def leave(self) -> None:
         """Let another policy train; of this one no step is unpublished."""
-        self._parts.turns.begin(self.learner)
         if tensors := [each for each in self.learner.tensors() if each.is_cuda]:
             self._away = MovedTensors(tensors, self._room.empty())
 
@@ -369,7 +359,6 @@ class PolicyTraining:
             labelled = self.teacher.label(batch)
             learnt = self.micro_batch.step(self.learner, labelled, version=self.steps.exact_version)
         except (TeacherAway, SamplesRefused) as error:
-            self._parts.turns.end(self.learner)
             left = self.teacher.requeue(batch, error, drop=drop)
             self.rows.take_back(left, step=self.learner.steps)
             return False
@@ -402,7 +391,6 @@ class PolicyTraining:
 
     def begin_publication(self) -> None:
         """Publish all steps; where that is done behind the next ones, begin to."""
-        self._parts.turns.begin(self.learner)
         self.steps.begin(self.learner, self.curves)
 
     def note_published(self) -> None:
@@ -514,10 +502,6 @@ class PoliciesInMemory:
         now = self.now
         try:
             state = _state_of(newest, now.ledger, self._parts.store)
-            if self._base is None:
-                self._parts.turns.take()
-            else:  # It is below the learner's adapter, and stays.
-                self._parts.turns.begin(now.learner)
             self._parts.publisher.states.settle(now.curves, policy=now.policy.id)
             now.curves.close()
             del now.learner  # A GPU has no room for two.

@@ -1,7 +1,7 @@
-"""The flywheel: train, let users ask, make tasks of what they were not content with, vary them, train again.
+"""The flywheel: train, let users ask, make tasks of what they were not content with, train again.
 
 tuneloop run --config tuneloop.yaml
-python -m examples.flywheel.main --service http://localhost:8010 --writer http://localhost:8000/v1 --writer-model judge
+python -m examples.flywheel.main --service http://localhost:8010
 """
 
 import argparse
@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 
-from tuneloop.runner import AlgorithmConfig, Endpoint, JudgeOutput, Run, WorkflowOutput, tune
+from tuneloop.runner import AlgorithmConfig, JudgeOutput, Run, WorkflowOutput, tune
 from tuneloop.runner.logs.request_logs import read_stored_completions
-from tuneloop.runner.tasks.augmentation import augment_tasks
 from tuneloop.runner.tasks.task_set import ImportedTask, deduplicate, tasks_of, what_teaches_most, write_tasks
 
 FEW = ["1+2", "2+3", "4+1", "3+3", "2+2", "5+1", "6+2", "1+7"]  # what the makers of the agent thought of
@@ -57,8 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Turn the wheel, and print what each turn brought."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--service", default="http://localhost:8010")
-    parser.add_argument("--writer", help="a model that writes variations, such as http://localhost:8000/v1")
-    parser.add_argument("--writer-model", default="judge")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=32, help="tasks of a turn")
     options = parser.parse_args(arguments)
@@ -85,10 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asked = [f"{random.randrange(60)}+{random.randrange(40)}" for _ in range(options.tasks)]
         unhappy = let_users_ask(options.service, model, asked, turn)
         new, _ = tasks_of(each for each in read_stored_completions(options.service) if each.exchange_id in unhappy)
-        if options.writer and new:
-            with Endpoint(base_url=options.writer, model=options.writer_model, temperature=0.8).open() as writer:
-                made = augment_tasks(new, writer, each=2)
-            new += [each for each in made.tasks if re.fullmatch(r"\d+\+\d+", each.question)]
         tasks += deduplicate(new, against=tasks).kept
         print(f"turn {turn}: held out {result.after}; {len(unhappy)} thumbs down, {len(tasks)} tasks now")
     write_tasks(Path("flywheel.jsonl"), tasks)

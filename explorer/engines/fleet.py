@@ -49,17 +49,13 @@ _BEING_ASKED = 1e9
 
 
 class TrafficSplit(msgspec.Struct, frozen=True):
-    """What a canary version gets: the share of the keys that it answers, and of those it gets shadow requests of."""
+    """The share of the keys that a canary version answers."""
 
     version: int
     share: float = 0.0
-    shadow_share: float = 0.0
 
     def answers(self, key: str) -> bool:
         return bucket_of(self.version, key) < self.share
-
-    def shadows(self, key: str) -> bool:
-        return bucket_of(self.version, key) < self.shadow_share
 
     def without_traffic(self) -> "TrafficSplit":
         return TrafficSplit(self.version)
@@ -78,10 +74,6 @@ def _bucket(salt: bytes, key: str) -> float:
 def in_share(purpose: bytes, msg_id: str, share: float) -> bool:
     """Whether a reply is one of the share that is taken for a purpose; always the same for the same reply."""
     return _bucket(purpose, msg_id) < share
-
-
-def split_of(mode: str, version: int, share: float) -> TrafficSplit:
-    return TrafficSplit(version, shadow_share=share) if mode == "shadow" else TrafficSplit(version, share=share)
 
 
 class PinParser:
@@ -127,8 +119,6 @@ class EngineState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     RELOADING = "reloading"
-    #: In the trainer's turn at the GPU: it answers afterwards.
-    ASLEEP = "asleep"
     DOWN = "down"
     #: Nothing runs there: room for a new engine beside the one that it will replace.
     SPARE = "spare"
@@ -302,7 +292,7 @@ class Fleet:
 
     @staticmethod
     def _will_be_ready(engines: Iterable[Engine]) -> bool:
-        will = {EngineState.READY, EngineState.RELOADING, EngineState.ASLEEP}
+        will = {EngineState.READY, EngineState.RELOADING}
         return any(engine.state in will for engine in engines)
 
     async def set_state(self, engine: Engine, state: EngineState) -> None:
@@ -374,10 +364,6 @@ class Fleet:
         async with self._changed:
             await self._changed.wait_for(lambda: engine.state in states)
 
-    async def wait_until_awake(self) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: all(each.state is not EngineState.ASLEEP for each in self.engines))
-
     async def acquire(self, key: RoutingKey | None = None, prefix_hashes: Sequence[int] = ()) -> Engine:
         """The engine that answers a key, counted as busy until its release; without a key one of the champion's."""
         engine = self._choose(self.engines, key, prefix_hashes)
@@ -429,11 +415,6 @@ class Fleet:
         guest = found.guests.setdefault(version, PolicyEngine(found, version))
         guest.asked_at, guest.proof = time.monotonic(), found.proof if is_base else guest.proof
         return guest
-
-    def acquire_for_shadow(self) -> Engine | None:
-        split = self.split
-        engine = least_busy(each for each in self.engines if split and each.version == split.version)
-        return self._mark_busy(engine) if engine else None
 
     def release(self, engine: Engine) -> None:
         for each in (engine, engine.host):

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import structlog
@@ -46,23 +45,8 @@ def start_stage(lines: Sequence[str]) -> str:
     return next((stage for line in reversed(lines) for sign, stage in _STAGES if sign in line), "importing")
 
 
-class HeldGpu(Protocol):
-    """A GPU that is locked for an engine, by a lock that its guard inherits: until the engine is no more."""
-
-    async def hold(self) -> None:
-        """Have it, or wait for it."""
-
-    def let_go(self) -> None:
-        """Leave it to others: no engine is there."""
-
-    def fileno(self) -> int:
-        """The lock's descriptor."""
-
-
 class EngineProcess:
-    def __init__(self, settings: Settings, engine: Engine, *, socket: Path, gpu: HeldGpu | None = None) -> None:
-        """`gpu`: a GPU that is not always the engine's."""
-        self._gpu = gpu
+    def __init__(self, settings: Settings, engine: Engine, *, socket: Path) -> None:
         self._settings = settings
         self._engine = engine
         self._socket = socket
@@ -73,9 +57,6 @@ class EngineProcess:
     async def start(self, model: Path) -> None:
         """Start the engine with the weights in `model` and wait until it is healthy. Raises EnvironmentRefused."""
         try:
-            # Raises OSError.
-            if self._gpu is not None:
-                await self._gpu.hold()
             make_below(self._log.parent)
             self._socket.unlink(missing_ok=True)
             command, environment = self.command(model)
@@ -91,7 +72,6 @@ class EngineProcess:
                     stdout=output,
                     stderr=output,
                     env=environment,
-                    pass_fds=[self._gpu.fileno()] if self._gpu else [],
                     # A signal to our whole group must not kill the guard: the engine's own children would go on.
                     start_new_session=True,
                 )
@@ -176,8 +156,6 @@ class EngineProcess:
             if self._process.returncode is None:
                 self._process.kill()
                 await self._process.wait()
-        if self._gpu is not None:
-            self._gpu.let_go()
 
 
 def _lines(path: Path, start: int) -> list[str]:

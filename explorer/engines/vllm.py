@@ -117,8 +117,6 @@ def command(settings: Settings, *, model: Path, socket: Path) -> list[str]:
         "--enable-lora": bool(rank),
         "--trust-remote-code": model_settings.trust_remote_code,
         "--disable-uvicorn-access-log": True,
-        # A CPU's engine has no memory to give back, and refuses the flag.
-        "--enable-sleep-mode": settings.cluster.gpu_turn is not None and settings.cluster.gpu_per_node > 0,
         "--enable-scale-out": settings.explorer.rebuilds_grammars and gates_renderer(installed_version()),
     }
     return [
@@ -318,12 +316,6 @@ class EngineControl:
 
     async def resume(self) -> None:
         await self._post("/resume")
-
-    async def sleep(self) -> None:
-        await self._post("/sleep", params={"level": "1", "mode": "keep"})
-
-    async def wake_up(self) -> None:
-        await self._post("/wake_up")
 
     async def prove(self, probe: Probe) -> None:
         """Raise CheckpointRejected unless log-probabilities, through the cache too, and a fingerprint are right."""

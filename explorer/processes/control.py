@@ -30,7 +30,6 @@ from tuneloop.explorer.channel import (
     LoadVersion,
     ReportFailure,
     ReportMetrics,
-    ReportShadowReply,
     ShareUsage,
     StartInfo,
     TakeOfToken,
@@ -325,8 +324,6 @@ class Workers:
                 services.wake_drain()
             case TakeOfToken(claims, count):
                 return await services.take_of_token(claims, count)
-            case ReportShadowReply(copied):
-                await services.report_shadow_reply(copied)
             case ShareUsage(usage):
                 return self._usage.exchange(worker.serial, usage)
             case LoadVersion(policy, version):
@@ -400,8 +397,6 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
             log.info("explorer_stopping", sentence="replies in flight are ended first, within 45 s")
             for each in sockets:
                 each.close()
-            if services.engine_sleep is not None:
-                services.engine_sleep.stay_awake()
             await _end(workers, serving)
             for task in running:
                 task.cancel()

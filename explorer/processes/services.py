@@ -17,7 +17,7 @@ from prometheus_client import generate_latest
 
 from tuneloop.explorer.arrivals import Arrivals
 from tuneloop.explorer.background_tasks import OnFailure, Task, every
-from tuneloop.explorer.channel import ShadowReply, WorkerMovement
+from tuneloop.explorer.channel import WorkerMovement
 from tuneloop.explorer.dialects.conversations import Conversations
 from tuneloop.explorer.drain import Drain
 from tuneloop.explorer.engines import vllm
@@ -33,7 +33,6 @@ from tuneloop.explorer.processes.commit_timer import CommitTimer
 from tuneloop.explorer.processes.engine_supervisor import (
     Attachment,
     Champions,
-    EngineSleep,
     EngineSupervisor,
     FleetTrial,
 )
@@ -53,7 +52,7 @@ from tuneloop.runner.outbox import Outbox
 from tuneloop.shared import VERSION
 from tuneloop.shared.errors import LedgerUnavailable
 from tuneloop.shared.experience import VersionAction, steady_clock
-from tuneloop.shared.job_marks import KEY, GpuLocks, load_key
+from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.facts import EngineFacts, ExplorerFacts, Standstill
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.recording.feedback import FeedbackResults
@@ -109,7 +108,7 @@ class WorkerReplicas(FleetReplicas, Protocol):
 _LOOK_S = 1.0
 
 #: The states of an engine that answers, or will in a moment.
-_ANSWERING = (EngineState.READY, EngineState.RELOADING, EngineState.ASLEEP)
+_ANSWERING = (EngineState.READY, EngineState.RELOADING)
 
 
 class StopWatch:
@@ -134,7 +133,7 @@ class StopWatch:
         answering = [engine for engine in self._fleet.engines if engine.state in _ANSWERING]
         await asyncio.gather(*(engine.look([each.quiet[engine.number] for each in seen]) for engine in answering))
         for engine in answering:
-            still_s = 0.0 if engine.state is EngineState.ASLEEP else engine.movement.still_s
+            still_s = engine.movement.still_s
             engines.append(EngineFacts(engine.number, engine.state is EngineState.RELOADING, still_s))
         facts = ExplorerFacts(
             engines=tuple(engines),
@@ -272,7 +271,6 @@ class ControlServices:
     serving: PolicyServing
     key_watch: KeyWatch
     ledger: Ledger
-    engine_sleep: EngineSleep | None
 
     async def wait_until_taken(self, timeout_s: float) -> bool:
         return await self.drain.wait_until_taken(timeout_s)
@@ -289,9 +287,6 @@ class ControlServices:
             return await asyncio.to_thread(take, until=claims.expires_at)
         except LedgerUnavailable:
             return True
-
-    async def report_shadow_reply(self, reply: ShadowReply) -> None:
-        self.canary_controller.record_shadow_reply(reply)
 
     def stops(self) -> tuple[Standstill, ...]:
         return self.watch.stops()
@@ -341,10 +336,6 @@ async def open_control_services(
     reloader = Reloader(settings, fleet, ledger=ledger, metrics=metrics)
     attestation = Attestation(settings, fleet, ledger=ledger, metrics=metrics, reloader=reloader)
 
-    def is_busy() -> bool:
-        return reloader.swapping.locked() or attestation.probing > 0 or serving.is_loading
-
-    sleep = _open_sleep(settings, fleet, metrics, stack, is_busy=is_busy)
     key_watch = KeyWatch(settings, ledger.keys)
     places = fleet.engines[: len({*addresses})]  # those behind them are at the same addresses
     serving = PolicyServing(settings, fleet, places, ledger=ledger, metrics=metrics, totals=totals)
@@ -364,7 +355,6 @@ async def open_control_services(
         watch=watch,
         key_watch=key_watch,
         ledger=ledger,
-        engine_sleep=sleep,
     )
     signer = ReplyIdSigner(load_key(settings.job_dir / KEY))
     arrivals = Arrivals(signer, ledger.explorers)
@@ -392,8 +382,7 @@ async def open_control_services(
         key_watch.run(metrics),
         *([judging.run(interval_s)] if judging else []),
         CommitTimer(settings, ledger, wait_until_taken=services.wait_until_taken, metrics=metrics).run(),
-        *([sleep.run()] if sleep else []),
-        *_supervision(services, ledger, sockets, attestation, sleep),
+        *_supervision(services, ledger, sockets, attestation),
     ]
 
 
@@ -427,17 +416,6 @@ async def _presence(settings: Settings, ledger: Ledger, fleet: Fleet, metrics: M
     await every(min(_SEEN_S, settings.explorer.service_status_check_interval), tell, task="explorers", metrics=metrics)
 
 
-def _open_sleep(
-    settings: Settings, fleet: Fleet, metrics: Metrics, stack: AsyncExitStack, *, is_busy: Callable[[], bool]
-) -> EngineSleep | None:
-    """What has the engine sleep while the trainer has the GPU; None: the engine has it all the time."""
-    if (turn_s := settings.cluster.gpu_turn) is None:
-        return None
-    locks = GpuLocks.of(settings.job_dir)
-    stack.callback(locks.close)
-    return EngineSleep(locks, fleet, metrics, turn_s=turn_s, is_busy=is_busy)
-
-
 async def _open_fleet(
     settings: Settings, stack: AsyncExitStack, *, audience: FleetReplicas
 ) -> tuple[Fleet, list[Address], list[Path]]:
@@ -464,9 +442,7 @@ async def _open_fleet(
     return Fleet(engines, wait_timeout_s=explorer.request_timeout, replicas=audience), addresses, own
 
 
-def _supervision(
-    services: ControlServices, ledger: Ledger, own: list[Path], attestation: Attestation, sleep: EngineSleep | None
-) -> list[Task]:
+def _supervision(services: ControlServices, ledger: Ledger, own: list[Path], attestation: Attestation) -> list[Task]:
     settings, fleet = services.settings, services.fleet
     verifier, timeout_s = Verifier.of(settings), settings.explorer.rollout_model.health_timeout
     champion = partial(servable_champion, ledger, verifier)
@@ -478,7 +454,7 @@ def _supervision(
         trial = FleetTrial(fleet, head_is_seen=settings.cluster.gpu_per_node > 0 or not is_tied(config))
     runs: list[Task] = []
     for engine, socket in zip(fleet.engines, own, strict=False):
-        process = EngineProcess(settings, engine, socket=socket, gpu=sleep)
+        process = EngineProcess(settings, engine, socket=socket)
         supervisor = EngineSupervisor(
             engine, process, fleet=fleet, champion=champion, health_timeout_s=timeout_s, trial=trial
         )

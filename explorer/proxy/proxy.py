@@ -141,17 +141,15 @@ class Proxy:
         recorder: Recorder,
         metrics: Metrics,
         find_context_length: Callable[[], Awaitable[int | None]],
-        shadow: Callable[[Request], None] = lambda request: None,
         traces: Traces | None = None,
     ) -> None:
-        """`shadow` may send a copy of a request to a shadow version."""
         self._traces, self._name = traces, settings.explorer_name
         explorer = settings.explorer
         self._fleet, self._recorder, self._timeout_s = fleet, recorder, explorer.request_timeout
         self.system_turns = SystemTurns(fleet)
         self.parser = RequestParser(settings, signer, self.system_turns, find_context_length, fleet)
         self._metrics, self._failures = metrics, RequestFailures(metrics)
-        self._grammars, self._shadow = Grammars(settings), shadow
+        self._grammars = Grammars(settings)
         self.admission = Admission(
             limit=explorer.max_in_flight, max_waiting=explorer.max_waiting, wait_timeout_s=explorer.wait_timeout
         )
@@ -202,8 +200,6 @@ class Proxy:
         """The headers and the body of a whole response; None where it was streamed."""
         # Outside the timeout: it has one of its own, and no engine has the request yet.
         engine = await self._fleet.acquire(request.routing_key, request.prefix_hashes)
-        if self._fleet.split is not None and request.route.policy is None:
-            self._shadow(request)
         try:
             async with asyncio.timeout(self._timeout_s):
                 with request.meter.while_asking(request.writer.transcript):

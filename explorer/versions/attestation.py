@@ -69,8 +69,6 @@ class Attestation:
         self._proofs: dict[int, _Proof] = {}
         self.probes = reloader.probes
         self._untold: list[Mismatch] = []
-        #: The engines that are being probed now.
-        self.probing = 0
 
     async def run(self) -> None:
         """Probe each engine when it has new weights, and every `probe_interval` seconds."""
@@ -98,13 +96,6 @@ class Attestation:
         return since_boot() - proof.whole_s >= self._interval_s
 
     async def attest(self, engine: Engine) -> None:
-        self.probing += 1
-        try:
-            await self._probe(engine)
-        finally:
-            self.probing -= 1
-
-    async def _probe(self, engine: Engine) -> None:
         before, now, last = engine.proof, since_boot(), self._proofs.get(engine.number)
         base = engine.control.loads_in_place or last is None or self._whole_due(last)
         proof = _Proof(now, engine.swaps, now if last is None or base else last.whole_s)

@@ -307,10 +307,6 @@ class PolicyServing:
                     self._failures[champion.version] += 1
                     log.warning("policy_version_not_spread", version=champion.version, reason=str(error))
 
-    @property
-    def is_loading(self) -> bool:
-        return bool(self._evaluations) or any(each.locked() for each in self._locks.values())
-
     def _ready(self) -> list[Engine]:
         return [each for each in self._places if each.state is EngineState.READY]
 
@@ -368,6 +364,6 @@ def _view_of(policy: Policy, line: Sequence[Version], trial: CanaryTrial | None,
         champion=champion.version,
         versions={each.version: each.is_base for each in answer},
         canary=canary and canary.version,
-        share=trial.share if trial and trial.mode != "shadow" else 0.0,
+        share=trial.share if trial else 0.0,
         job=None if job is None else JobStatus(job.job, job.name, job.state, job.versions),
     )

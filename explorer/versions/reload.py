@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, split_of
+from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet, TrafficSplit
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.explorer.versions.loading import (
     KnownProbes,
@@ -208,7 +208,6 @@ class Reloader(WeightSwapper):
                 log.warning("version_not_taken_up", reason=str(error))
             await start_verifier_ahead()
             await wait_for_registration(self._job_dir, seen, at_most_s=self._interval_s)
-            await self._fleet.wait_until_awake()
             return 0.0
 
         await every(self._interval_s, look, task="reload", metrics=self._metrics)
@@ -291,7 +290,7 @@ class Reloader(WeightSwapper):
 
     async def _try(self, candidate: Version, champion: Version) -> None:
         mode, share = self._rollout.mode, self._rollout.tried_share
-        split = split_of(mode, candidate.version, share)
+        split = TrafficSplit(candidate.version, share=share)
 
         async def begin() -> None:
             await asyncio.to_thread(

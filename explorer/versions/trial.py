@@ -1,7 +1,7 @@
 """Ends what was begun: decides, as long as a version is being tried, whether it is promoted, rolled back or tried on.
 
-Of several explorers one decides, by the rewards, lengths and refusals of the ledger, and by the failed requests and the
-copies that all of them have counted there.
+Of several explorers one decides, by the rewards, lengths and refusals of the ledger, and by the failed requests that
+all of them have counted there.
 
 The tests may be looked at after every reply: how often one looks does not make an error more probable.
 
@@ -21,24 +21,22 @@ that one, is a martingale there; by Ville's inequality it ever reaches 1 / error
 
 import asyncio
 import math
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.channel import ShadowReply
-from tuneloop.explorer.engines.fleet import Engine, EngineState, TrafficSplit, split_of
+from tuneloop.explorer.engines.fleet import Engine, EngineState, TrafficSplit
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.shared.errors import LedgerError, LedgerUnavailable
-from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share, ratio_of_sums
+from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
 from tuneloop.shared.experience import VersionAction, VersionState, steady_clock
 from tuneloop.shared.ledger.ledger import Ledger, Version
 from tuneloop.shared.ledger.versions.versions import Versions
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.shared.settings.versions import RolloutSettings
+from tuneloop.shared.settings.versions import SHARES, RolloutSettings
 
 log = structlog.get_logger()
 
@@ -51,7 +49,7 @@ class CanaryTrial(NamedTuple):
 
     @property
     def split(self) -> TrafficSplit:
-        return split_of(self.mode, self.version.version, self.share)
+        return TrafficSplit(self.version.version, share=self.share)
 
 
 def current_trial(versions: Versions, rollout: RolloutSettings) -> CanaryTrial | None:
@@ -61,7 +59,7 @@ def current_trial(versions: Versions, rollout: RolloutSettings) -> CanaryTrial |
         return None
     begun = [each for each in versions.events(canary.version) if each.action is VersionAction.CANARY][-1]
     mode, share = begun.details.get("mode", rollout.mode), begun.details.get("share", rollout.tried_share)
-    return CanaryTrial(canary, mode if mode in {"canary", "shadow", "ab"} else "canary", share, begun.at)
+    return CanaryTrial(canary, mode if mode in SHARES else "canary", share, begun.at)
 
 
 #: How long to wait from one look to the next, at most.
@@ -93,9 +91,7 @@ class CanaryController:
         self._metrics = metrics
         self._name = settings.explorer_name
         self._began: float | None = None
-        self._tried: int | None = None
         self._before: Mapping[str, Share] = {}
-        self._copies: list[ShadowReply] = []
 
     async def run(self) -> None:
         async def look() -> None:
@@ -108,17 +104,11 @@ class CanaryController:
 
         await every(self._interval_s, look, task="canary", metrics=self._metrics)
 
-    def record_shadow_reply(self, reply: ShadowReply) -> None:
-        if reply.version == self._tried:
-            self._copies.append(reply)
-
     async def turn(self) -> None:
         trial = await asyncio.to_thread(current_trial, self._line, self._rollout)
         began = trial.began if trial else None
         if began != self._began:
             self._began, self._before = began, request_counts(self._totals)
-            self._tried = trial.version.version if trial else None
-            self._copies.clear()
         if trial is None:
             return
         champion = await asyncio.to_thread(self._line.champion)
@@ -128,14 +118,12 @@ class CanaryController:
         if lead is None:
             return
         rollout = self._rollout.model_copy(update={"mode": trial.mode, "share": trial.share})
-        figures, counted = [], {}
+        figures = []
         for number in versions:
             of = self._ledger.comparisons.figures
             found = await asyncio.to_thread(of, number, trial.began, refusals=self._refusals)
             counted = await asyncio.to_thread(self._ledger.explorers.counts, _scope(trial.began, number))
             figures.append(found._replace(failures=Share(*(int(counted.get(each, 0)) for each in ("failed", "asked")))))
-        if trial.mode == "shadow":
-            figures[1] = figures_of(counted)
         champions, tried = figures
         decision = decide(rollout, champions, tried, elapsed_s=steady_clock() - trial.began)
         why: dict[str, Any] = {"by": "explorer", "reason": decision.reason, "details": decision.details, "lead": lead}
@@ -148,17 +136,15 @@ class CanaryController:
             await asyncio.to_thread(self._line.promote, trial.version.version, **why)
 
     async def _count(self, began: float, versions: tuple[int, int]) -> None:
-        failures, copies = request_counts(self._totals), list(self._copies)
+        failures = request_counts(self._totals)
         for number in versions:
             now, then = (counts.get(str(number), Share()) for counts in (failures, self._before))
-            counted = counts_of(mine := copies if number == self._tried else [])
             # Of more versions than have series of their own, counts begin anew.
-            counted |= {"asked": max(0, now.of - then.of), "failed": max(0, now.found - then.found)}
+            counted = {"asked": max(0, now.of - then.of), "failed": max(0, now.found - then.found)}
             if any(counted.values()):
                 until = steady_clock() + _KEPT_S
                 await asyncio.to_thread(self._ledger.explorers.add, _scope(began, number), counted, until=until)
             self._before = {**self._before, str(number): now}
-            del self._copies[: len(mine)]
 
 
 def _scope(began: float, version: int) -> str:
@@ -177,30 +163,6 @@ def request_counts(totals: ProcessTotals) -> dict[str, Share]:
                 if into is not None:  # what an engine refuses is the request's own fault
                     into[version] = into.get(version, 0) + int(sample.value)
     return {each: Share(failed.get(each, 0), failed.get(each, 0) + whole.get(each, 0)) for each in whole | failed}
-
-
-def counts_of(copies: Collection[ShadowReply]) -> dict[str, float]:
-    whole = [(each.seconds, each.tokens) for each in copies if not each.failed]
-    return {
-        "copies": len(copies),
-        "broken": len(copies) - len(whole),
-        "refused": sum(each.refused for each in copies if not each.failed),
-        "seconds": sum(seconds for seconds, _ in whole),
-        "tokens": sum(tokens for _, tokens in whole),
-        "seconds_squared": sum(seconds**2 for seconds, _ in whole),
-        "tokens_squared": sum(tokens**2 for _, tokens in whole),
-        "seconds_by_tokens": sum(seconds * tokens for seconds, tokens in whole),
-    }
-
-
-def figures_of(counted: Mapping[str, float]) -> Figures:
-    of = defaultdict(float, counted)
-    whole, tokens = int(of["copies"] - of["broken"]), of["tokens"]
-    products = of["seconds_squared"], of["seconds_by_tokens"], of["tokens_squared"]
-    latency = ratio_of_sums(whole, whole, of["seconds"], tokens, *products)
-    length = ratio_of_sums(whole, whole, tokens, whole, of["tokens_squared"], tokens, whole)
-    failures = Share(int(of["broken"]), int(of["copies"]))
-    return Figures(failures=failures, refusals=Share(int(of["refused"]), whole), latency=latency, length=length)
 
 
 def to_try_on(engines: Sequence[Engine], version: int, share: float) -> list[Engine]:
@@ -228,7 +190,7 @@ def division(
 
 
 def _up(engines: Sequence[Engine]) -> list[Engine]:
-    up = {EngineState.READY, EngineState.RELOADING, EngineState.ASLEEP}
+    up = {EngineState.READY, EngineState.RELOADING}
     return [engine for engine in engines if engine.state in up]
 
 
@@ -259,13 +221,6 @@ def decide(rollout: RolloutSettings, champion: Figures, tried: Figures, *, elaps
     if faults:
         return RolloutDecision("roll_back", "; ".join(faults), details)
     ended = elapsed_s >= rollout.window
-    if rollout.mode == "shadow":  # users do not reward what they do not see
-        if not ended:
-            return RolloutDecision("wait", "no guard has been broken; the window has not ended", details)
-        if max(tried.failures.of, tried.length.replies) < LEAST_REPLIES:
-            few = f"the window has ended with fewer than {LEAST_REPLIES} replies"
-            return RolloutDecision(rollout.undecided, few, details)
-        return RolloutDecision("promote", "the window has ended, and no guard was broken", details)
     if overall is None or not overall.higher:
         why = _why_not(rollout, overall, champion, tried)
         if ended:

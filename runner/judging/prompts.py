@@ -56,20 +56,6 @@ def rubric_prompt(examples: Sequence[tuple[str, str, str]], criteria: int) -> Pr
     return _prompt(data, task)
 
 
-def variation_prompt(question: str, answer: str | None, count: int) -> Prompt:
-    """Write variations of a user's request; with their answers, if there is an answer to it."""
-    data = {"request": question} | ({"answer": answer} if answer is not None else {})
-    shape = '{"question": "…"' + (', "answer": "…"}' if answer is not None else "}")
-    task = (
-        f"Write {count} new requests of the kind of the one shown, as other users might make them: about other things, "
-        "names and numbers, in other words, as hard as it and complete in themselves. Each must differ from the one "
-        "shown and from the others in what is asked, not only in its wording."
-        + (" Answer each of them rightly, in the form of the answer shown." if answer is not None else "")
-        + f'\nAnswer with one JSON object and nothing else, of this form:\n{{"tasks": [{shape}]}}'
-    )
-    return _prompt(data, task)
-
-
 def conversation(messages: Sequence[Message]) -> str:
     """Chat messages as the judge reads them, each under its role."""
     shown = []

@@ -64,7 +64,7 @@ _NO = frozenset({"false", "0", "no", "off"})
 class LoggedExchange:
     """What was asked, and what was answered.
 
-    `source` is its kind (`tuneloop`, `openai`, `studio`), `place` the file or URL, and `exchange_id` its name
+    `source` is its kind (`tuneloop`, `openai`), `place` the file or URL, and `exchange_id` its name
     there. Exchanges with one `conversation` may continue each other. `train` is False where somebody said that it must
     not be trained on. `target`: the reply is an answer as it should be, not just what a model said. `at` is in seconds
     since 1970.

@@ -1,1 +1,1 @@
-"""Task datasets: read, previewed, made of logs, augmented, selected."""
+"""Task datasets: read, previewed, made of logs, selected."""

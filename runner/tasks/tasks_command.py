@@ -1,4 +1,4 @@
-"""The command `python -m tuneloop.runner tasks`: logs into a data set of tasks, and more of few."""
+"""The command `python -m tuneloop.runner tasks`: logs into a data set of tasks."""
 
 import argparse
 import os
@@ -15,8 +15,7 @@ from tuneloop.runner.judging.judge import Judge
 from tuneloop.runner.judging.rubric import Rubric
 from tuneloop.runner.logs.exchange import BrokenEntries, LoggedExchange
 from tuneloop.runner.logs.request_logs import read_export, read_openai_jsonl, read_stored_completions
-from tuneloop.runner.logs.studio_logs import read_studio
-from tuneloop.runner.tasks.augmentation import augment_tasks, learn_task_rubric, screen_tasks
+from tuneloop.runner.tasks.screening import learn_task_rubric, screen_tasks
 from tuneloop.runner.tasks.task_set import (
     ExchangeFilter,
     ImportedTask,
@@ -38,7 +37,6 @@ _KEY = "OPENAI_API_KEY"
 _READERS: dict[str, Callable[[Path, BrokenEntries], Iterator[LoggedExchange]]] = {
     "export": read_export,
     "openai": read_openai_jsonl,
-    "studio": read_studio,
 }
 
 
@@ -79,22 +77,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--good", type=Path, help="a few tasks worth training on; with --bad: learn the rubric first")
     parser.add_argument("--bad", type=Path, help="a few that are not")
     parser.add_argument("--least", type=float, default=0.5, help="the least verdict that is kept, from 0 to 1")
-    _add_model(parser)
-    parser.set_defaults(run=_import)
-    parser = commands.add_parser("augment", help="variations of tasks, written by a model")
-    parser.add_argument("tasks", type=Path, help="a file of tasks")
-    parser.add_argument("--to", type=Path, required=True, help="tasks and variations, JSON lines")
-    parser.add_argument("--each", type=int, default=3, help="variations of each task")
-    parser.add_argument("--answers", action="store_true", help="let the model write the answers too")
-    parser.add_argument("--temperature", type=float, default=0.8)
-    _add_model(parser)
-    parser.set_defaults(run=_augment)
-    return whole
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--judge-url", help="an OpenAI-compatible endpoint, ending in /v1")
     parser.add_argument("--judge-model", help=f"its model; the key is read from {_KEY}")
+    parser.set_defaults(run=_import)
+    return whole
 
 
 def _import(options: argparse.Namespace) -> None:
@@ -129,7 +115,11 @@ def _import(options: argparse.Namespace) -> None:
     summary += [f"{len(once.exact)} exact and {len(once.near)} near duplicates"]
     kept: Sequence[ImportedTask] = once.kept
     if options.rubric:
-        with _endpoint(options, temperature=0.0).open() as endpoint:
+        if not options.judge_url or not options.judge_model:
+            raise ValueError("name a model: --judge-url and --judge-model")
+        key = os.environ.get(_KEY)
+        asked = Endpoint(base_url=options.judge_url, model=options.judge_model, api_key=key, temperature=0.0)
+        with asked.open() as endpoint:
             if options.good and options.bad:  # the rubric is learnt first
                 questions = [[each.question for each in read_tasks(path)] for path in (options.good, options.bad)]
                 learn_task_rubric(questions[0], questions[1], endpoint).save(options.rubric)
@@ -162,23 +152,6 @@ def _read(source: str, broken: BrokenEntries) -> Iterator[LoggedExchange]:
         yield exchange
     if nothing and broken.total:
         raise LogRefused(f"--from {source}: nothing of it can be read: {next(broken.report())}")
-
-
-def _endpoint(options: argparse.Namespace, temperature: float) -> Endpoint:
-    if not options.judge_url or not options.judge_model:
-        raise ValueError("name a model: --judge-url and --judge-model")
-    key = os.environ.get(_KEY)
-    return Endpoint(base_url=options.judge_url, model=options.judge_model, api_key=key, temperature=temperature)
-
-
-def _augment(options: argparse.Namespace) -> None:
-    tasks = list(read_tasks(options.tasks))
-    with _endpoint(options, options.temperature).open() as endpoint:
-        more = augment_tasks(tasks, endpoint, each=options.each, answers=options.answers)
-    counts = more.counts
-    summary = [f"{len(tasks)} tasks", f"{counts.asked} variations asked for", f"{counts.made} made"]
-    summary += [f"{counts.invalid} invalid", f"{counts.duplicates} duplicates", f"{counts.missing} missing"]
-    _say([*summary, f"{write_tasks(options.to, [*tasks, *more.tasks])} written to {options.to}"])
 
 
 def _say(parts: Iterable[str]) -> None:

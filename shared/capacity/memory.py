@@ -18,9 +18,6 @@ GIB = 1 << 30
 EXPLORER_BASE, WORKER_BASE, TRAINER_BASE, CUDA_BASE = 150 << 20, 130 << 20, 500 << 20, 1 * GIB
 _CPU_ENGINE_BASE, _GPU_ENGINE_BASE = 1150 << 20, 3 * GIB
 
-#: What an engine that is asleep keeps of a GPU. 1.4 GiB were measured.
-ASLEEP_ENGINE = 2 << 30
-
 #: vLLM's CPU build keeps so much for keys and values unless told otherwise (explorer/engines/vllm.py).
 _CPU_CACHE_BYTES = 1 * GIB
 
@@ -214,8 +211,6 @@ def version_disk(shapes: Shapes, settings: Settings) -> VersionDisk:
 
 
 def room_for_trainer(settings: Settings, gpu_bytes: int) -> int:
-    if settings.cluster.gpu_turn is not None:
-        return gpu_bytes - ASLEEP_ENGINE
     of_engine = settings.explorer.rollout_model.gpu_memory_utilization if shares_gpu(settings) else 0
     return gpu_bytes - int(of_engine * gpu_bytes)
 

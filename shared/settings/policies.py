@@ -34,6 +34,4 @@ def settings_of_policy(settings: Settings, options: Mapping[str, Any]) -> Settin
     except ValidationError as error:
         sentences = [each for problem in error.errors(include_url=False) for each in sentences_of(problem)]
         raise PolicyRefused("; ".join(f"{dotted_name(keys)}: {what}" for keys, what in sentences)) from None
-    if found.rollout.mode == "shadow":
-        raise PolicyRefused("rollout.mode: a policy's versions get no copies of requests; write all, canary or ab")
     return found

@@ -22,6 +22,7 @@ _TRINITYS_VALUES: Mapping[str, tuple[Sequence[object], str]] = {
         ("swanlab",),
         "tuneloop writes TensorBoard files, and for two trackers: write 'tensorboard', 'wandb' or 'mlflow'",
     ),
+    "rollout.mode": (("shadow",), "copies of requests were removed: write canary, with a small rollout.share"),
     "trainer.save_interval": ((0,), "Trinity's 0 means only at the end: write after how many steps to publish, e.g. 1"),
 }
 
@@ -29,7 +30,7 @@ _NO_MODES = {
     "explore": "'explore' runs tasks for the trainer of another file. Write 'serve' if that file has `mode: train` and"
     " clients ask for replies; else write 'both': `tuneloop tune FILE` runs the tasks, and trains",
     "bench": "there is no 'bench' here. Name tasks with known answers in monitor.evaluation.path: held-out evaluation",
-    "colocate": "'colocate' is 'both' with explorer.rollout_model.gpu_memory_utilization: 0.4, or cluster.gpu_turn",
+    "colocate": "'colocate' is 'both' with explorer.rollout_model.gpu_memory_utilization: 0.4",
 }
 
 
@@ -55,6 +56,10 @@ _REMOVED: Mapping[str, str] = {
         ("explorer.max_stored_bytes_per_key", "retention bounds what is stored. Delete the line"),
         ("explorer.min_running_model_num", "use rollout.mode: rolling, which keeps an engine answering"),
         ("explorer.allowed_media_domains", "clients send files as data: URLs. Delete the line"),
+        (
+            "cluster.gpu_turn",
+            "write explorer.rollout_model.gpu_memory_utilization: 0.4, by which they share the GPU",
+        ),
         ("explorer.durability", "it is always 'fsync'. Delete the line"),
         ("explorer.spool_max_age", "it is always a day. Delete the line"),
         ("explorer.spool_dir", "use explorer.outbox_dir, a folder of its own"),

@@ -132,9 +132,6 @@ class ClusterSettings(Section):
     ray_address: str = "auto"
     """The Ray cluster, `host:port`, that places engines, and the workers of mode `train`; `auto`: the one that this
     machine belongs to."""
-    gpu_turn: Seconds | None = None
-    """Let trainer and engine use one GPU [alternately](one_machine.md#one-gpu-by-turns), for so many seconds while the
-    other waits. null: they share the memory by `gpu_memory_utilization`. Both services need the same."""
 
 
 class RolloutModelSettings(Section):
@@ -212,7 +209,7 @@ class RolloutModelSettings(Section):
 
     def spare_places(self, cluster: ClusterSettings, *, spare_gpus: bool) -> int:
         """So many engines may be started beside `engine_num`, to take the place of one of them."""
-        if self.engine_urls or cluster.gpu_turn is not None:
+        if self.engine_urls:
             return 0
         if self.spare_place is None and (cluster.gpu_per_node or cluster.node_num > 1):
             return int(cluster.node_num == 1 and spare_gpus)

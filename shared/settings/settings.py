@@ -210,27 +210,10 @@ def _contradictions_of_hardware(settings: Settings) -> Iterator[str]:
             " trainer's. Run the two apart: mode: serve here, and mode: train where GPUs are that Ray was not given"
         )
     shares = mode == "both" and on_gpu and 0 < there <= settings.gpus_of_engines
-    if shares and rollout.gpu_memory_utilization > 0.5 and cluster.gpu_turn is None:
+    if shares and rollout.gpu_memory_utilization > 0.5:
         yield (
             f"explorer.rollout_model.gpu_memory_utilization: {rollout.gpu_memory_utilization} leaves the trainer too"
             f" little of the GPU that it shares with an engine (cluster.gpu_per_node: {there}, mode: both). Write 0.4"
-        )
-    obstacles = {
-        "cluster.node_num": nodes > 1,
-        "cluster.gpu_per_node": there > 1,
-        "explorer.rollout_model.engine_num": rollout.engine_num > 1,
-        "explorer.rollout_model.engine_urls": bool(rollout.engine_urls),
-        "explorer.rollout_model.spare_place": bool(rollout.spare_place),
-        "trainer.workers": settings.trainer_workers > 1,
-        "trainer.yield_to_traffic": trainer.yield_to_traffic,
-        "trainer.device": there > 0 and not on_gpu,
-        "algorithm.distill.teacher_path": bool(settings.algorithm.distill.teacher_path),
-    }
-    found = [name for name, is_one in obstacles.items() if is_one]
-    if cluster.gpu_turn is not None and found:
-        yield (
-            "cluster.gpu_turn: turns are taken by one engine that the explorer starts and one trainer's process, with"
-            f" nothing else on the one GPU of one machine; write null, or change {', '.join(found)}"
         )
     workers, free = trainer.workers or 1, _gpus_beside_engines(settings)
     if mode != "serve" and _trains_on_gpus(settings) and workers > 1 and free < workers:

@@ -142,7 +142,7 @@ class MonitorSettings(Section):
 
 
 #: The traffic that a version which is being tried gets, where the settings do not say.
-SHARES = {"canary": 0.1, "shadow": 0.1, "ab": 0.5}
+SHARES = {"canary": 0.1, "ab": 0.5}
 
 
 class GateSettings(Section):
@@ -186,9 +186,9 @@ class GateSettings(Section):
 class RolloutSettings(Section):
     """How the traffic goes over to a new version, and what brings it back."""
 
-    mode: Literal["all", "rolling", "canary", "shadow", "ab"] = "all"
+    mode: Literal["all", "rolling", "canary", "ab"] = "all"
     """How a version takes over: `all` engines, `rolling` while others answer, or after a [trial](versions.md#rollout)
-    (`canary`, `shadow`, `ab`), which needs two engines, or one with adapters. _Serve._"""
+    (`canary`, `ab`), which needs two engines, or one with adapters. _Serve._"""
     share: Share | None = None
     """The share of the traffic on trial; null: 0.1, of `ab` 0.5. _Serve._"""
     window: Seconds = 3600.0
@@ -216,11 +216,11 @@ class RolloutSettings(Section):
 
     @property
     def tried_share(self) -> float:
-        """The part of the traffic that a version which is being tried gets, or gets copies of."""
+        """The part of the traffic that a version which is being tried gets."""
         return self.share if self.share is not None else SHARES.get(self.mode, 1.0)
 
     def contradictions(self) -> Iterator[str]:
         if self.share is not None and not self.tries:
             yield f"rollout.share: means nothing with rollout.mode: {self.mode}; leave it away, or write canary or ab"
-        if self.share == 1.0 and self.mode in {"canary", "ab"}:
+        if self.share == 1.0 and self.tries:
             yield "rollout.share: 1.0 leaves nothing to compare with; write less, or rollout.mode: all"

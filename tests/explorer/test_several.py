@@ -23,7 +23,6 @@ from tests.explorer.running import HELLO, RunningExplorer, eventually, settings_
 from tests.explorer.test_main import ended, write_settings
 from tests.explorer.versions.test_reload import candidate, until
 from tests.explorer.versions.test_unreadable import UNREADABLE, Machines, alarms, decided, elsewhere
-from tuneloop.explorer.channel import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineState
 from tuneloop.explorer.metrics import Metrics, ProcessTotals
 from tuneloop.explorer.versions.trial import CanaryController
@@ -119,33 +118,33 @@ def test_a_token_of_a_browser_brings_so_many_events_to_all_explorers_together(ma
 # A rollout.
 
 
-def controller(settings: Settings, ledger: Ledger) -> CanaryController:
-    metrics = Metrics()
+def controller(settings: Settings, ledger: Ledger, metrics: Metrics) -> CanaryController:
     return CanaryController(settings, ledger, totals=ProcessTotals(metrics.registry), metrics=metrics)
 
 
 def test_one_explorer_decides_about_a_rollout_by_what_all_have_counted(tables: Place, tmp_path: Path) -> None:
     clock = Clock()
     ledger = Ledger(engine_of(tables.url, tables.schema), clock=clock)
-    terms = {"mode": "shadow", "share": 1.0, "latency": None}
+    terms = {"mode": "canary", "share": 0.5, "latency": None}
     busy = settings_for(tmp_path, ["http://one", "http://two"], rollout=terms | {"window": 1e12}, proxy_port=8011)
     idle = settings_for(tmp_path, ["http://one", "http://two"], rollout=terms | {"window": 1e-9}, proxy_port=8012)
     ledger.versions.ensure_base(busy.model.model_path.absolute())
     register(ledger, busy.job_dir)
-    ledger.versions.begin_canary(1, by="explorer", reason="", details={"mode": "shadow", "share": 1.0})
+    ledger.versions.begin_canary(1, by="explorer", reason="", details={"mode": "canary", "share": 0.5})
 
-    one, other = controller(busy, ledger), controller(idle, ledger)
+    metrics = Metrics()
+    one, other = controller(busy, ledger, metrics), controller(idle, ledger, Metrics())
     asyncio.run(one.turn())
     for number in range(30):
-        one.record_shadow_reply(ShadowReply(1, number == 0, seconds=1.0, tokens=10))
+        metrics.count_reply(1, "whole" if number else "failed")
     asyncio.run(one.turn())
     asyncio.run(other.turn())
     assert version_of(ledger) is VersionState.CANARY
     clock.now += LEAD_S
     asyncio.run(other.turn())
-    assert version_of(ledger) is VersionState.CHAMPION
+    assert version_of(ledger) is VersionState.ROLLED_BACK
     [event] = ledger.versions.events(1)[-1:]
-    assert (event.action, event.details["tried"]["failures"]) == (VersionAction.PROMOTED, {"found": 1, "of": 30})
+    assert (event.action, event.details["tried"]["failures"]) == (VersionAction.ROLLED_BACK, {"found": 1, "of": 30})
     ledger.close()
 
 

@@ -8,9 +8,9 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 69_166
-TEST_LINES = 82_504
-OPTIONS = 173
+SOURCE_LINES = 68_178
+TEST_LINES = 81_422
+OPTIONS = 172
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 121
 

@@ -34,7 +34,6 @@ MEANINGS = {
     "routes": "what answers HTTP requests",
     "services": "what is started beside the requests or the runs, and put together",
     "settings": "the settings of both services",
-    "shadow": "what runs again beside production's answers, and is not shown to users",
     "stored_completions": "OpenAI's stored chat completions",
     "tasks": "tasks of a data set, with what judges them",
     "teacher": "the model that another one imitates",

@@ -103,7 +103,7 @@ class Recomputation:
         wanted = {each.id: each for each in [*filter(_is_missing, samples), *captured]}
         if not wanted:
             return list(samples), {}
-        self._micro_batch.take_gpu(learner)
+        self._micro_batch.prepare(learner)
         found: dict[int, Float32s] = {}
         lost: Refused = {}
         for number in sorted(_versions_of(wanted.values())):

@@ -5,7 +5,7 @@ gate, where no engine can be spared, each version is evaluated before the explor
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, cast
@@ -201,15 +201,8 @@ def is_evaluated_here(settings: Settings) -> bool:
 class GateEvaluation:
     """Evaluates versions for one trainer. Raises EnvironmentRefused if the tasks cannot be asked."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        ledger: Ledger,
-        *,
-        again_s: float = _AGAIN_S,
-        take_gpu: Callable[[Learner], None] | None = None,
-    ) -> None:
-        self._settings, self._ledger, self._again_s, self._take_gpu = settings, ledger, again_s, take_gpu
+    def __init__(self, settings: Settings, ledger: Ledger, *, again_s: float = _AGAIN_S) -> None:
+        self._settings, self._ledger, self._again_s = settings, ledger, again_s
         #: Whether versions are evaluated here, each while the learner is that version.
         self.wanted = is_evaluated_here(settings)
         tasks = tasks_of(settings.monitor.evaluation) if self.wanted else []
@@ -225,8 +218,6 @@ class GateEvaluation:
         found, before = self._figures(version), self._figures(champion.version)
         if before and found:
             return
-        if self._take_gpu is not None:
-            self._take_gpu(learner)
         try:
             self._compare(learner, version, champion, before)
         except (NotEvaluated, torch.OutOfMemoryError) as error:

@@ -122,7 +122,7 @@ class RegisteredVersions(LedgerPart):
         return self._one_or_none(found.order_by(versions.c.version.desc()).limit(1))
 
     def canary(self) -> Version | None:
-        """The version that answers a part of the traffic, or copies of it, until it is decided about; if any."""
+        """The version that answers a part of the traffic until it is decided about; if any."""
         return self._one_or_none(select(versions).where(self._line, versions.c.state == VersionState.CANARY))
 
     def pinned_version(self) -> Version | None:

@@ -32,7 +32,6 @@ from tuneloop.explorer.engines.fleet import (
     TrafficSplit,
     bucket_of,
     choose_engine,
-    split_of,
 )
 from tuneloop.explorer.engines.prefix_affinity import PrefixAffinity, hash_prefixes
 from tuneloop.explorer.engines.vllm import EngineControl, open_session
@@ -487,9 +486,6 @@ def test_a_key_stays_where_it_is_and_goes_over_when_the_share_grows() -> None:
 
 def test_nobody_is_answered_by_a_version_without_a_share() -> None:
     assert not any(TrafficSplit(2, share=0.5).without_traffic().answers(key) for key in KEYS)
-    assert not any(split_of("shadow", 2, 1.0).answers(key) for key in KEYS)
-    assert all(split_of("shadow", 2, 1.0).shadows(key) for key in KEYS)
-    assert not any(split_of("canary", 2, 1.0).shadows(key) for key in KEYS)
 
 
 def test_the_version_that_is_tried_answers_its_own_and_nobody_else() -> None:

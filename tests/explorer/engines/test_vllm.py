@@ -67,16 +67,6 @@ def test_an_engine_runs_no_code_of_a_model_and_loads_nothing_that_could_be_unpic
     assert "--trust-remote-code" in command(wanted, model=Path("m"), socket=socket)
 
 
-@pytest.mark.parametrize(("gpus", "turn_s", "sleeps"), [(1, 10, True), (1, None, False), (0, 10, False)])
-def test_an_engine_on_a_gpu_that_the_trainer_has_by_turns_can_sleep(
-    gpus: int, turn_s: float | None, sleeps: bool
-) -> None:
-    settings = Settings.model_validate(
-        {"mode": "serve", "model": {"model_path": "m"}, "cluster": {"gpu_per_node": gpus, "gpu_turn": turn_s}}
-    )
-    assert ("--enable-sleep-mode" in command(settings, model=Path("m"), socket=Path("s"))) is sleeps
-
-
 @pytest.mark.parametrize(
     ("dtype", "gpus", "allowed"),
     [("float32", 0, 0.001), ("float32", 1, 0.01), ("bfloat16", 1, 0.1), ("bfloat16", 0, 0.1)],

@@ -1,6 +1,5 @@
 """A version that is tried, behind two workers."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,6 @@ from tests.explorer.processes.test_workers import Staff
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import attached_to, job, service, write_settings
 from tests.explorer.versions.test_trial import SHARE, USERS, by_hash
-from tuneloop.explorer.versions.trial import LEAST_REPLIES
 from tuneloop.shared.experience import VersionState
 
 pytestmark = pytest.mark.xdist_group("workers")
@@ -61,47 +59,6 @@ def test_both_workers_give_it_the_same_users_and_neither_any_other(tmp_path: Pat
             eventually(partial(meets, client, by_hash()))
         ledger = staff.ledger()
         ledger.versions.roll_back(1, by="admin:anna", reason="it swears")
-        for client in clients:
-            eventually(partial(meets, client, dict.fromkeys(USERS, 0)))
-        ledger.close()
-
-
-def test_both_workers_copy_the_same_users_requests_and_nobody_keeps_the_replies(
-    tmp_path: Path, doubles: list[EngineDouble]
-) -> None:
-    with trying(tmp_path, doubles, mode="shadow", share=SHARE) as (staff, clients):
-        before = ids_of(staff)
-        expected = Counter({user: 2 * number for user, number in by_hash().items() if number})
-        for client in clients:
-            assert meets(client, dict.fromkeys(USERS, 0))
-        answered = f'tuneloop_copies_total{{outcome="answered"}} {expected.total():.1f}'
-        eventually(lambda: answered in staff.http.get("/metrics").text)
-        assert staff.metrics(staff.http)["tuneloop_copies_total"] == expected.total()
-        assert Counter(each.body["user"] for each in tried_by(doubles).chats if "user" in each.body) == expected
-        kept = ids_of(staff)
-        assert (kept - before).total() == 2 * len(USERS)
-        assert set(kept.values()) == {1}
-
-
-def test_what_both_workers_copies_come_to_is_added_up(tmp_path: Path, doubles: list[EngineDouble]) -> None:
-    """Each of them sends fewer copies than anything is decided by."""
-    with trying(tmp_path, doubles, mode="shadow", share=1.0) as (staff, clients):
-        time.sleep(1.0)  # copies count from the first look at the trial on
-        tried_by(doubles).status = 500
-        ledger = staff.ledger()
-        for client in clients:
-            assert ledger.versions.all()[1].state is VersionState.CANARY
-            for _ in range(LEAST_REPLIES - 1):
-                reply = client.post(CHAT, json=HELLO)
-                assert (reply.status_code, reply.headers["x-tuneloop-version"]) == (200, "0")
-            eventually(lambda: staff.metrics(staff.http)["tuneloop_copies_total"] % (LEAST_REPLIES - 1) == 0)
-        eventually(lambda: ledger.versions.all()[1].state is VersionState.ROLLED_BACK)
-        event = ledger.versions.events(1)[-1]
-        told = event.details["tried"]["failures"]
-        assert told["found"] == told["of"]
-        # The last of them need not be waited for.
-        assert LEAST_REPLIES <= told["of"] <= 2 * (LEAST_REPLIES - 1)
-        assert "more failed requests" in (event.reason or "")
         for client in clients:
             eventually(partial(meets, client, dict.fromkeys(USERS, 0)))
         ledger.close()

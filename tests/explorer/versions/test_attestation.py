@@ -1,6 +1,5 @@
 """Engines that do not have the weights they should have are found out by the next probe, and set right."""
 
-import asyncio
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,45 +190,25 @@ def test_what_the_database_could_not_be_told_it_is_told_later(
     eventually(lambda: len(mismatches(explorer)) == 1)
 
 
-class Measured:
-    """An engine that is found right, and how many were being probed meanwhile."""
+class Overtaken:
+    """An engine that was given another adapter while it was probed: it does not answer like the one before."""
 
-    loads_in_place, renaming, proof = True, None, ""
-
-    def __init__(self) -> None:
-        self.attestation: Attestation | None = None
-        self.seen: list[int] = []
+    loads_in_place, renaming, proof = False, None, ""
+    engine: Engine
 
     async def of(self, engine: Engine) -> tuple[None, None]:
         return None, None
 
     async def measure_probe(self, probe: None, *, base: bool = True) -> SimpleNamespace:
-        await asyncio.sleep(0)
-        assert self.attestation is not None
-        self.seen.append(self.attestation.probing)
-        return SimpleNamespace(problem=None)
-
-
-class Overtaken(Measured):
-    """One that was given another adapter while it was probed: it does not answer like the one before."""
-
-    loads_in_place = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.engine: Engine
-
-    async def measure_probe(self, probe: None, *, base: bool = True) -> SimpleNamespace:
-        await super().measure_probe(probe, base=base)
         self.engine.begin_load()
         self.engine.end_load(self.engine.version + 1)
         return SimpleNamespace(problem="other weights", weights=1.0, cache=0.0, allowed=0.1, parts=None)
 
 
-def attesting(control: Measured, tmp_path: Path) -> tuple[Attestation, Engine]:
+def attesting(control: Overtaken, tmp_path: Path) -> tuple[Attestation, Engine]:
     engine = Engine(0, SimpleNamespace(renaming=None), control)  # type: ignore[arg-type]
     fleet, reloader = Fleet([engine], wait_timeout_s=1), SimpleNamespace(probes=control)
-    control.attestation = Attestation(
+    attestation = Attestation(
         settings_for(tmp_path),
         fleet,
         ledger=None,  # type: ignore[arg-type]
@@ -237,14 +216,7 @@ def attesting(control: Measured, tmp_path: Path) -> tuple[Attestation, Engine]:
         reloader=reloader,  # type: ignore[arg-type]
     )
     engine.state = EngineState.READY
-    return control.attestation, engine
-
-
-async def test_an_engine_counts_as_probed_as_long_as_it_is(tmp_path: Path) -> None:
-    """So that nobody puts it to sleep meanwhile."""
-    attestation, engine = attesting(control := Measured(), tmp_path)
-    await attestation.attest(engine)
-    assert (control.seen, attestation.probing) == ([1], 0)
+    return attestation, engine
 
 
 async def test_an_adapter_that_was_swapped_meanwhile_is_no_mismatch(tmp_path: Path) -> None:

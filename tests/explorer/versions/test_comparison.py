@@ -10,7 +10,7 @@ from tuneloop.explorer.versions.trial import decide
 from tuneloop.shared.evaluation.samples import Figures, SampleStatistics, Share
 from tuneloop.shared.settings.versions import RolloutSettings
 
-CANARY, AB, SHADOW = (RolloutSettings(mode=mode) for mode in ("canary", "ab", "shadow"))
+CANARY, AB = (RolloutSettings(mode=mode) for mode in ("canary", "ab"))
 
 
 def sample(mean: float, replies: int = 400, *, deviation: float = 1.0, units: int | None = None) -> SampleStatistics:
@@ -81,18 +81,11 @@ def test_all_well_means_to_wait_until_the_window_ends():
         ({"length": sample(20.0, deviation=15.0)}, "shorter"),
     ],
 )
-@pytest.mark.parametrize("rollout", [CANARY, AB, SHADOW])
+@pytest.mark.parametrize("rollout", [CANARY, AB])
 def test_a_broken_guard_rolls_it_back(but, word, rollout):
     decision = decide(rollout, fine(), fine(**but), elapsed_s=0.0)
     assert decision.action == "roll_back"
     assert word in decision.reason
-
-
-def test_a_shadow_is_promoted_at_the_end_if_it_had_replies():
-    unrewarded = fine(reward=SampleStatistics())
-    assert decide(SHADOW, fine(), unrewarded, elapsed_s=0.0).action == "wait"
-    assert decide(SHADOW, fine(), unrewarded, elapsed_s=SHADOW.window).action == "promote"
-    assert decide(SHADOW, fine(), Figures(), elapsed_s=SHADOW.window).action == "roll_back"
 
 
 def test_the_reason_has_the_numbers_and_says_what_is_missing():

@@ -17,16 +17,13 @@ from tests.explorer.conftest import Run, one_explorer
 from tests.explorer.engines.test_client import engine
 from tests.explorer.running import RunningExplorer, eventually, explorer_running, open_ledger, settings_for
 from tests.explorer.versions.test_reload import actor, all_ready, candidate, model, until, until_ready, version
-from tuneloop.explorer.channel import ShadowReply
 from tuneloop.explorer.engines.fleet import EngineState, TrafficSplit
 from tuneloop.explorer.metrics import Metrics, ProcessTotals, process_samples
 from tuneloop.explorer.proxy.proxy import RequestFailures
 from tuneloop.explorer.versions.trial import (
     CanaryController,
     CanaryTrial,
-    counts_of,
     division,
-    figures_of,
     request_counts,
     to_try_on,
 )
@@ -179,11 +176,10 @@ def failure_counts(explorer: RunningExplorer) -> Counter[str]:
     return Counter({each.labels["version"]: int(each.value) for each in counted if each.labels["outcome"] == "failed"})
 
 
-@pytest.mark.parametrize("mode", ["canary", "shadow"])
 def test_requests_at_which_every_engine_fails_roll_nothing_back(
-    running_explorer: Run, doubles: list[EngineDouble], mode: str
+    running_explorer: Run, doubles: list[EngineDouble]
 ) -> None:
-    explorer = trying(running_explorer, doubles, mode, share=0.5, failures=0.01)
+    explorer = trying(running_explorer, doubles, share=0.5, failures=0.01)
     for each in doubles:
         each.fails_at = lambda request: request.get("seed") == 13
     asked = [len(each.chats) for each in doubles]
@@ -194,7 +190,7 @@ def test_requests_at_which_every_engine_fails_roll_nothing_back(
     time.sleep(1.0)  # several looks at the trial
     counted = [line for line in explorer.http.get("/metrics").text.splitlines() if line.startswith("tuneloop_replies")]
     assert not [line for line in counted if 'outcome="failed"' in line and 'version="1"' in line]
-    assert mode == "shadow" or [line for line in counted if 'outcome="refused"' in line and 'version="1"' in line]
+    assert [line for line in counted if 'outcome="refused"' in line and 'version="1"' in line]
     assert version(explorer, 1).state is VersionState.CANARY
     (tried,) = [each for each in doubles if each.weights == actor(explorer, 1)]
     tried.fails_at = lambda request: request.get("seed") == 17  # which the champion answers
@@ -421,11 +417,10 @@ def test_a_client_whose_request_no_engine_can_answer_rolls_nothing_back(
     assert explorer.decisions("rolled_back") == 0
 
 
-@pytest.mark.parametrize("mode", ["canary", "shadow"])
 def test_a_version_that_refuses_is_rolled_back_however_it_writes_it(
-    running_explorer: Run, doubles: list[EngineDouble], mode: str
+    running_explorer: Run, doubles: list[EngineDouble]
 ) -> None:
-    explorer = trying(running_explorer, doubles, mode, latency=None)
+    explorer = trying(running_explorer, doubles, latency=None)
     for each in doubles:
         each.says["global_step_1"] = "i CANNOT do that"
     for _ in range(20):
@@ -489,49 +484,6 @@ def test_a_new_explorer_decides_what_the_one_before_began(tmp_path: Path, double
         rewarded_until(again, VersionState.ROLLED_BACK, champion=0.9, tried=0.1)
 
 
-def test_a_shadow_gets_copies_which_nobody_sees_and_nobody_keeps(
-    running_explorer: Run, doubles: list[EngineDouble]
-) -> None:
-    explorer = trying(running_explorer, doubles, "shadow")
-    (tried,) = [each for each in doubles if each.weights == actor(explorer, 1)]
-    assert set(answered(explorer).values()) == {0}
-    assert set(answered(explorer, stream=True).values()) == {0}
-    expected = 2 * sum(by_hash().values())
-    eventually(lambda: explorer.metrics().get("tuneloop_copies_total") == expected)
-    assert 'tuneloop_copies_total{outcome="answered"}' in explorer.http.get("/metrics").text
-    assert 0 < len(tried.chats) <= expected
-    assert explorer.metrics()["tuneloop_canary_share"] == 0
-    assert {each.experiences[0].version_max for each in explorer.exchanges()} == {0}
-    assert len(explorer.exchanges()) == 2 * len(by_hash())
-    assert all(each.in_flight == 0 for each in explorer.services.fleet.engines)
-
-
-def test_a_shadow_that_fails_is_rolled_back(running_explorer: Run, doubles: list[EngineDouble]) -> None:
-    explorer = trying(running_explorer, doubles, "shadow", share=1.0)
-    (tried,) = [each for each in doubles if each.weights == actor(explorer, 1)]
-    tried.status = 500
-    for _ in range(20):
-        assert set(answered(explorer).values()) == {0}
-        if version(explorer, 1).state is not VersionState.CANARY:
-            break
-    until(explorer, 1, VersionState.ROLLED_BACK)
-    assert "failed" in ended(explorer)[1]
-    assert {each.engine for each in explorer.exchanges()} == {1 - doubles.index(tried)}
-
-
-def test_a_shadow_that_breaks_no_guard_is_promoted_at_the_end_of_its_window(
-    running_explorer: Run, doubles: list[EngineDouble]
-) -> None:
-    rollout = {"mode": "shadow", "share": 1.0, "window": 8.0, "latency": None}
-    explorer = all_ready(running_explorer, doubles, rollout=rollout)
-    candidate(explorer)
-    until(explorer, 1, VersionState.CANARY)
-    while version(explorer, 1).state is VersionState.CANARY:
-        assert set(answered(explorer).values()) <= {0, 1}
-    until(explorer, 1, VersionState.CHAMPION)
-    assert "window" in ended(explorer)[1]
-
-
 def test_a_new_candidate_is_tried_after_one_that_was_rolled_back(
     running_explorer: Run, doubles: list[EngineDouble]
 ) -> None:
@@ -541,16 +493,6 @@ def test_a_new_candidate_is_tried_after_one_that_was_rolled_back(
     until(explorer, 2, VersionState.CANARY)
     until_ready(explorer, 2)
     assert version(explorer, 1).state is VersionState.ROLLED_BACK
-
-
-def test_figures_of_copies() -> None:
-    copies = [
-        ShadowReply(1, False, refused=True, seconds=2.0, tokens=10),
-        ShadowReply(1, False, seconds=4.0, tokens=20),
-    ]
-    found = figures_of(counts_of([*copies, ShadowReply(1, True)]))
-    assert (found.failures, found.refusals) == (Share(1, 3), Share(1, 2))
-    assert (found.length.mean, found.latency.mean) == (15.0, pytest.approx(0.2))
 
 
 def test_what_engines_refuse_counts_for_nothing_and_workers_are_added_up() -> None:

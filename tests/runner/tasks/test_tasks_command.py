@@ -9,7 +9,6 @@ import pytest
 
 from tests.doubles.judge import judge_place, verdict
 from tests.explorer.running import RunningExplorer
-from tests.runner.logs.test_studio import NEW, studio
 from tests.runner.logs.writing import ANSWER, write_lines
 from tuneloop.runner.tasks.tasks_command import main
 
@@ -93,13 +92,10 @@ def test_its_filters(run: Run, log: Path, tmp_path: Path, options: list[str], le
 def test_several_sources_are_one_set(run: Run, log: Path, tmp_path: Path, explorer: RunningExplorer) -> None:
     explorer.chat()
     explorer.until_flushed()
-    said = [{"role": "user", "parts": [{"type": "text", "content": "Where is it?"}]}]
-    span = {"gen_ai.operation.name": "chat", "gen_ai.input.messages": json.dumps(said)}
-    traces = studio(tmp_path, NEW, {"id": "1", "traceId": "t", "attributes": span, "status": {"code": 1}})
-    sources = [f"openai:{log}", f"studio:{traces}", f"service:{explorer.url}"]
+    sources = [f"openai:{log}", f"service:{explorer.url}"]
     code, said_ = run("import", *(each for source in sources for each in ("--from", source)), "--to", tmp_path / "t")
     assert code == 0, said_
-    assert [each["provenance"]["source"] for each in rows(tmp_path / "t")] == ["openai", "openai", "studio", "tuneloop"]
+    assert [each["provenance"]["source"] for each in rows(tmp_path / "t")] == ["openai", "openai", "tuneloop"]
 
 
 def test_a_judge_learns_a_rubric_and_chooses(run: Run, log: Path, tmp_path: Path) -> None:
@@ -118,15 +114,3 @@ def test_a_judge_learns_a_rubric_and_chooses(run: Run, log: Path, tmp_path: Path
     assert (code, rows(tmp_path / "t")[0]["scores"]) == (0, {"clear": 1.0, "judge": 1.0})
     assert "1 rejected by the judge, 0 without a verdict" in said
     assert json.loads(rubric.read_text())["criteria"] == {"clear": "Is it clear?"}
-
-
-def test_tasks_are_augmented(run: Run, tmp_path: Path) -> None:
-    tasks = write_lines(tmp_path / "t.jsonl", [{"task_id": "a", "question": "What is 3+4?"}])
-    with judge_place() as double:
-        double.says = [{"tasks": [{"question": "What is 8+9?"}, {"question": ""}]}]
-        where = ["--judge-url", double.base_url, "--judge-model", "j", "--each", "2"]
-        code, said = run("augment", tasks, "--to", tmp_path / "more", *where)
-        assert double.requests[0]["temperature"] == 0.8
-    assert code == 0
-    assert "1 tasks, 2 variations asked for, 1 made, 1 invalid, 0 duplicates, 0 missing, 2 written" in said
-    assert [each.get("provenance", {}).get("parent") for each in rows(tmp_path / "more")] == [None, "a"]

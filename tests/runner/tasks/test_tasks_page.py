@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.doubles.judge import judge_place
 from tests.house.documents.page_files import DOCS, part_below
 from tests.runner.logs.writing import ANSWER, USER, write_lines
 from tuneloop.runner.__main__ import main as run_command
@@ -25,12 +24,9 @@ def test_its_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     again = [{"role": "user", "content": "May I send the order of shoes back?"}, ANSWER]
     write_lines(Path("log.jsonl"), [{"messages": each, "reward": 1.0} for each in ([USER, ANSWER], again)])
     names: dict[str, Any] = {}
-    with judge_place() as double:
-        double.says = [{"tasks": [{"question": "When does order 7 come?"}]}]
-        for block in blocks("python"):
-            exec(block.replace("http://localhost:8000", double.url), names)  # noqa: S102 - our own page
+    for block in blocks("python"):
+        exec(block, names)  # noqa: S102 - our own page
     assert [task.answer for task in names["few"]] == ["On its way."] * 2
-    assert [task.provenance["parent"] for task in names["more"].tasks] == [names["few"][0].task_id]
 
 
 def test_its_commands_are_understood() -> None:
@@ -40,7 +36,7 @@ def test_its_commands_are_understood() -> None:
         for line in block.replace("\\\n", " ").splitlines()
         if line.startswith("python -m tuneloop.runner tasks")
     ]
-    assert len(commands) == 3
+    assert len(commands) == 2
     for command in commands:
         make_parser().parse_args(command[4:])
 

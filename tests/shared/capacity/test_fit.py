@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.setup.test_setup import model_folder
 from tuneloop.cli.capacity_plan import make_plan
-from tuneloop.shared.capacity.memory import fit_trainer, reckon, room_for_trainer, shapes_of
+from tuneloop.shared.capacity.memory import fit_trainer, reckon, shapes_of
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.shared.settings.settings import Settings
 
@@ -69,28 +69,6 @@ def test_workers_have_the_whole_each_where_shares_are_not_better(tmp_path: Path,
     assert (fit.fits, fit.sharded) == (True, sharded)
     assert fit.memory == reckon(fit.settings, shapes_of(settings), sharded=sharded)
     assert fit.memory.total <= 0.95 * gb * GB
-
-
-def test_by_turns_engine_and_trainer_each_have_nearly_all_of_a_gpu(tmp_path: Path) -> None:
-    most = {"rollout_model": {"gpu_memory_utilization": 0.85}}
-    parts = {"mode": "both", "explorer": most, "cluster": {"gpu_per_node": 1, "gpu_turn": 10}}
-    settings = settings_of(model_folder(tmp_path / "m"), **parts)
-    assert room_for_trainer(settings, 80 * GB) == 80 * GB - (2 << 30)
-    plan = make_plan(settings, gpu_bytes=80 * GB, speed=1e9, free=64 * GB)
-    assert plan.problems == []
-    assert plan.engine is not None
-    assert plan.trainer is not None
-    assert plan.engine.total == 68 * GB
-    assert 12 * GB < plan.trainer.total < 0.95 * 78 * GB
-    trained = 2 * 596_049_920
-    assert (
-        plan.main_memory["what waits for its turn at the GPU"]
-        == plan.engine.weights + plan.trainer.reference + (2 + 12) * trained
-    )
-    [problem] = make_plan(settings, gpu_bytes=80 * GB, speed=1e9, free=16 * GB).problems
-    assert problem.startswith("model.model_path: main memory is too small: what waits for its turn at the GPU")
-    [too_small, *_] = make_plan(settings, gpu_bytes=24 * GB, speed=1e9, free=64 * GB).problems
-    assert too_small.startswith("GPU 0 is too small: engine 0 and trainer take")
 
 
 def test_an_offloaded_optimizer_is_reckoned_as_main_memory(tmp_path: Path) -> None:

@@ -129,13 +129,6 @@ def test_a_row_of_a_policy_is_told_by_its_rules(base: Ledger, settings: Settings
     assert [each.code for each in reply.waits_for] == ["groups_incomplete"]
 
 
-def test_a_reply_is_explained_where_versions_get_copies_of_requests(base: Ledger, settings: Settings) -> None:
-    rollout = settings.rollout.model_copy(update={"mode": "shadow"})
-    [said] = committed(base)
-    [reply] = told(base, settings.model_copy(update={"rollout": rollout}), said).replies
-    assert reply.state == "committed"
-
-
 def test_what_was_set_aside_says_why(base: Ledger, settings: Settings) -> None:
     [old] = committed(base)
     epoch = base.training.take_epoch("trainer")

@@ -1,6 +1,5 @@
 """Which GPU does what: none idles without a word."""
 
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -85,43 +84,3 @@ def test_it_is_said_what_each_gpu_does_and_which_idle(chosen: Settings, says: st
     told = [(each["event"], each["log_level"], each["sentence"]) for each in logs]
     expected = [("gpus", "info", says), ("gpus_idle", "warning", idle)]
     assert told == [each for each in expected if each[2]]
-
-
-BY_TURNS: dict[str, Any] = {
-    "mode": "both",
-    "model": {"model_path": "m"},
-    "cluster": {"gpu_per_node": 1, "gpu_turn": 10},
-    "explorer": {"rollout_model": {"gpu_memory_utilization": 0.85}},
-}
-
-
-def test_by_turns_an_engine_may_have_what_it_may_not_have_beside_the_trainer() -> None:
-    chosen = Settings.model_validate(BY_TURNS)
-    assert placement_sentence(chosen) == "GPU 0: engine 0 and trainer"
-    assert chosen.spare_places == 0
-    with pytest.raises(ValueError, match=r"0\.85 leaves the trainer too little"):
-        Settings.model_validate(BY_TURNS | {"cluster": {"gpu_per_node": 1}})
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "value"),
-    [
-        ("cluster", "node_num", 2),
-        ("cluster", "gpu_per_node", 2),
-        ("explorer.rollout_model", "engine_num", 2),
-        ("explorer.rollout_model", "engine_urls", ["http://127.0.0.1:1"]),
-        ("explorer.rollout_model", "spare_place", True),
-        ("trainer", "workers", 2),
-        ("trainer", "yield_to_traffic", True),
-        ("trainer", "device", "cpu"),
-        ("algorithm.distill", "teacher_path", "t"),
-    ],
-)
-def test_turns_of_what_is_not_one_engine_and_one_trainer_are_refused(section: str, name: str, value: object) -> None:
-    tree = deepcopy(BY_TURNS)
-    inner = tree
-    for each in section.split("."):
-        inner = inner.setdefault(each, {})
-    inner[name] = value
-    with pytest.raises(ValueError, match=rf"cluster\.gpu_turn: turns are taken by one engine .*{section}\.{name}"):
-        Settings.model_validate(tree)

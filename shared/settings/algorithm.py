@@ -63,12 +63,12 @@ class OptimizerSettings(Section):
     lr: PositiveReal = 1e-6
     """The learning rate. _Train._"""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """AdamW's decay rates of the two moments. _Train._"""
+    """AdamW's decay rates. _Train._"""
     bits: Literal[32, 8] = 32
     """Bits of AdamW's two moments; 8 take [a quarter of the memory](one_machine.md#disk-and-memory). After a change
     they begin again. _Train._"""
     lr_warmup_steps: NotNegative = 0
-    """Updates over which the learning rate rises in a line to `lr`. _Train._"""
+    """Updates over which the learning rate rises to `lr`. _Train._"""
 
     #: Weights do not decay: what holds a policy near its base model is `kl_coef`.
     weight_decay: ClassVar[float] = 0.0
@@ -80,7 +80,7 @@ class CriticOptimizerSettings(Section):
     lr: PositiveReal = 1e-5
     """The critic's learning rate. _Train._"""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
-    """AdamW's decay rates of the two moments. _Train._"""
+    """AdamW's decay rates. _Train._"""
 
     #: A critic that decays predicts less than there is.
     weight_decay: ClassVar[float] = 0.0
@@ -95,7 +95,7 @@ class OffPolicySettings(Section):
     """What the clipped ratio is against: the log-probabilities as sampled, or [those of the step's
     start](methods.md#replies-that-other-weights-sampled). _Train._"""
     correction: Literal["none", "truncate", "mask"] = "truncate"
-    """What is done with [importance weights](methods.md#replies-that-other-weights-sampled) beyond the bounds: nothing,
+    """What happens to [importance weights](methods.md#replies-that-other-weights-sampled) beyond the bounds: nothing,
     cut, or their tokens left out. _Train._"""
 
     #: The least importance weight that `mask` leaves in, the inverse of `high`.
@@ -152,14 +152,14 @@ class DpoSettings(Section):
     """Direct preference optimisation."""
 
     beta: PositiveReal = 0.1
-    """How strongly the base model holds the policy back. _Train._"""
+    """How strongly the policy is held to the base model. _Train._"""
 
 
 class KtoSettings(Section):
     """Kahneman-Tversky optimisation."""
 
     beta: PositiveReal = 0.1
-    """How strongly the base model holds the policy back. _Train._"""
+    """How strongly the policy is held to the base model. _Train._"""
     threshold: Real = 0.5
     """Replies with at least this reward are desirable, the others are not. _Train._"""
 
@@ -196,10 +196,10 @@ class MixSettings(Section):
     """Conversations that are imitated beside what is learnt from rewards."""
 
     file: Path | None = None
-    """[A JSON Lines file](files.md#a-file-beside-rewards) of conversations that each step imitates as well; null: none.
+    """[A JSON Lines file](files.md#a-file-beside-rewards) of conversations that each step also imitates; null: none.
     _Train._"""
     share: Fraction = 0.1
-    """What part of a step's rows are of the file, and of its loss. _Train._"""
+    """The file's share of a step's rows and loss. _Train._"""
 
 
 class AlgorithmSettings(Section):
@@ -234,15 +234,15 @@ class AlgorithmSettings(Section):
     """Weight of the divergence from the base model, or where the policy began, in the actor's loss; 0 needs no
     reference. _Train._"""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    """How that divergence is estimated. _Train._"""
+    """The estimator of that divergence. _Train._"""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where that divergence counts: in the actor's loss, or taken from the reward of each token. _Train._"""
+    """Where that divergence counts: in the actor's loss, or in each token's reward. _Train._"""
     entropy_coef: Real = 0.0
     """Weight of the entropy bonus in the actor's loss. _Train._"""
     epochs: Positive = 1
-    """How often a batch is gone through in a step. _Train._"""
+    """Passes over a batch in a step. _Train._"""
     mini_batches: Positive = 1
-    """Into how many updates a batch is cut. _Train._"""
+    """Updates in a pass over a batch. _Train._"""
     off_policy: OffPolicySettings = OffPolicySettings()
     group: GroupAdvantageSettings = GroupAdvantageSettings()
     overlong: OverlongSettings = OverlongSettings()

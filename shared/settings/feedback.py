@@ -43,7 +43,7 @@ class JudgeSettings(Section):
     model: str | None = None
     """The name of the model behind `url`. The source of its feedback is `judge:` and this name."""
     key: Secret | None = None
-    """The key for `url`. Better set by `TUNELOOP__JUDGE__KEY`."""
+    """The key for `url`."""
     rubric: Path | None = None
     """A file written by `runner.Rubric.save`, with weights and a scale, instead of `criteria`."""
     criteria: Criteria = Field(default_factory=lambda: dict(_CRITERIA))
@@ -165,15 +165,15 @@ class RetentionSettings(Section):
     """Seconds after its sampling that an experience is kept, by its state; null: for ever."""
 
     recorded: Seconds | None = None
-    """Seconds that experiences without feedback are kept; null: for ever. Also feedback whose reply never came."""
+    """Experiences without feedback, and feedback whose reply never came."""
     rewarded: Seconds | None = None
-    """Seconds that experiences which were never committed are kept; null: for ever."""
+    """Rewarded experiences that were never committed."""
     trained: Seconds | None = None
-    """Seconds that trained experiences are kept; null: for ever."""
+    """Trained experiences."""
     expired: Seconds | None = None
-    """Seconds that experiences which expired are kept after they were sampled; null: for ever."""
+    """Expired experiences, after they were sampled."""
     dropped: Seconds | None = None
-    """Seconds that dropped experiences are kept; null: for ever."""
+    """Dropped experiences."""
 
 
 class TenantSettings(Section):

@@ -142,14 +142,14 @@ class RolloutModelSettings(Section):
     tensor_parallel_size: Positive = 1
     """GPUs of one engine. The engines take the first GPUs, or the first of `CUDA_VISIBLE_DEVICES`. _Serve._"""
     api_servers: Positive | None = None
-    """Processes in front of one vLLM core that read requests and write replies. null: on GPUs half of the cores over
-    the engines, at most 4; else 1. With adapters always 1. _Serve._"""
+    """vLLM's API processes for each engine. null: on GPUs half of the cores over the engines, at most 4; else 1. With
+    adapters always 1. _Serve._"""
     enable_auto_tool_choice: bool = False
-    """Let the model decide to call tools (vLLM's `--enable-auto-tool-choice`; needs `tool_call_parser`). _Serve._"""
+    """vLLM's `--enable-auto-tool-choice`: the model may call tools. It needs `tool_call_parser`. _Serve._"""
     tool_call_parser: str | None = None
-    """How tool calls are read from the reply (vLLM's `--tool-call-parser`), e.g. `hermes`. _Serve._"""
+    """vLLM's `--tool-call-parser`, such as `hermes`. _Serve._"""
     reasoning_parser: str | None = None
-    """How reasoning is separated from the answer (vLLM's `--reasoning-parser`), e.g. `qwen3`. _Serve._"""
+    """vLLM's `--reasoning-parser`, such as `qwen3`. _Serve._"""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     """The engines' number format. _Serve._"""
     seed: NotNegative = 42
@@ -165,16 +165,15 @@ class RolloutModelSettings(Section):
     """Bytes of an engine's key-value cache; null: what `gpu_memory_utilization` leaves. _Serve._"""
     engine_urls: tuple[Address, ...] = ()
     """[Engines that run already](architectures.md#engines-of-others): `[http://host:port, …]`. None is started then.
-    They must see the job folder; let nobody else reach them. _Serve._"""
+    They must see the job folder, and only the explorer may reach them. _Serve._"""
     engine_key: Secret | None = None
-    """The key that the engines in `engine_urls` ask for. Better set by `TUNELOOP__EXPLORER__ROLLOUT_MODEL__ENGINE_KEY`.
-    _Serve._"""
+    """The key that `engine_urls` need. _Serve._"""
     engine_args: tuple[str, ...] = ()
     """More arguments for every engine: `[--max-num-seqs, "64"]`. Those that [change what replies are sampled
     from](explain.md#what-the-engine-does-by-itself) are refused. _Serve._"""
     spare_place: bool | None = None
-    """Whether one engine more than `engine_num` has room, in which a [fresh engine](versions.md#fresh-engines) starts.
-    null: found out. `true` with one GPU: both share it, so `gpu_memory_utilization` must be below a half. _Serve._"""
+    """Whether there is room for one more engine, where a [fresh engine](versions.md#fresh-engines) starts. null:
+    measured. `true` with one GPU: both share it, so `gpu_memory_utilization` must be below a half. _Serve._"""
 
     #: Seconds that an engine gets to become ready: a large model from a slow disk, compiled, takes some minutes.
     startup_timeout: ClassVar[float] = 900.0
@@ -220,11 +219,11 @@ class CaptureSettings(Section):
     """Of which replies engines are asked for log-probabilities; of the others the trainer recomputes them."""
 
     logprobs: Literal["all", "share", "none"] = "all"
-    """Of which replies [engines](architectures.md#engines-of-others) are asked for log-probabilities, which costs
-    throughput: `all`, a `share`, or one in a hundred (`none`). The trainer recomputes the others. Write the same for
-    both services. _Both._"""
+    """Which replies [engines](architectures.md#engines-of-others) return log-probabilities for, which costs throughput:
+    `all`, a `share`, or one in a hundred (`none`). The trainer recomputes the others. Write the same for both
+    services."""
     share: Share = 0.05
-    """The share of replies that `share` captures. _Both._"""
+    """The share of replies that `share` captures."""
     max_mismatch: PositiveReal = 0.01
     """How far recomputed log-probabilities may diverge from captured ones, in nats a token (k3). Beyond it the alarm
     `capture_mismatch` is raised, and all are captured. _Train._"""
@@ -240,8 +239,8 @@ class ExplorerSettings(Section):
 
     rollout_model: RolloutModelSettings = RolloutModelSettings()
     listen_address: str = "127.0.0.1"  # not Trinity's default: that lets every host in that reaches this one
-    """The address to listen on: `127.0.0.1` for this machine only, `0.0.0.0` for all addresses, which needs
-    [keys](keys.md). _Serve._"""
+    """The address to listen on: `127.0.0.1` is this machine only, `0.0.0.0` all addresses, which needs [keys](keys.md).
+    _Serve._"""
     allowed_hosts: tuple[str, ...] = ()
     """Host names beside `localhost` for [callers without a key](keys.md#without-keys). _Serve._"""
     insecure: bool = False
@@ -257,42 +256,41 @@ class ExplorerSettings(Section):
     """[Processes that answer requests](several_machines.md#how-it-grows). null: 1; with GPUs a quarter of the cores, at
     most 2 for each engine. _Serve._"""
     service_status_check_interval: Seconds = 60.0
-    """Seconds between two looks for a new version. _Serve._"""
+    """Seconds between two checks for a new version. _Serve._"""
     request_timeout: Seconds = 3600.0
-    """Seconds that a reply may take: see [Limits](limits.md). _Serve._"""
+    """Seconds that a reply may take: [Limits](limits.md). _Serve._"""
     max_choices: Small = 1024
     """Choices that a request may ask for: prompts times `n`, which is at most 128. _Serve._"""
     max_in_flight: Positive = 1024
-    """Requests that are answered at once; others wait. Each worker has its share. _Serve._"""
+    """Requests that are answered at once; others wait. _Serve._"""
     max_waiting: NotNegative = 1024
-    """Requests that may wait for that; others are refused with 429. _Serve._"""
+    """Requests that may wait for that; others get 429. _Serve._"""
     on_reload: Literal["keep", "wait", "restart"] = "keep"
-    """What happens to [replies in flight](versions.md#what-waits-while-weights-are-swapped) when an engine takes new
-    weights. `keep`: they pause and go on with the new weights. `wait`: they end first. `restart`: a [fresh
-    engine](versions.md#fresh-engines) takes the new weights, and the old one ends. Not with `engine_urls`. _Serve._"""
+    """[Replies in flight](versions.md#what-waits-while-weights-are-swapped) at new weights: `keep` pauses them, `wait`
+    lets them end first, `restart` starts a [fresh engine](versions.md#fresh-engines) (not with `engine_urls`).
+    _Serve._"""
     capture: CaptureSettings = CaptureSettings()
     outbox_dir: Path | None = None
     """Folder of the explorer's outbox; null: `outbox` in the job folder. Best a local disk that outlives the service.
     _Serve._"""
     outbox_max_bytes: Positive = 1 << 30
-    """Bytes that may wait in the outbox. Beyond it, or with less than 5 % of its disk free (1 GiB at most), new
-    requests and feedback are 503. _Serve._"""
+    """Bytes that may wait in the outbox. Beyond it, or with less than 5 % of its disk free (1 GiB at most), requests
+    and feedback get 503. _Serve._"""
     clamp_max_tokens: bool = False
     """Lower a request's `max_tokens` to the model's context (`x-tuneloop-clamped`), instead of refusing it as vLLM
     does. _Serve._"""
     max_body_bytes: Positive = 16 << 20
-    """Bytes of the largest request that is accepted. _Serve._"""
+    """Bytes of the largest request. _Serve._"""
     max_held_bytes: Positive = 512 << 20
-    """Bytes that one worker holds of all requests and large answers; beyond it requests are 503. _Serve._"""
+    """Bytes of requests and large answers in a worker; beyond it requests get 503. _Serve._"""
     head_timeout: Seconds = 30.0
-    """Seconds that a request's headers may take, and that a new connection may wait. _Serve._"""
+    """Seconds until a request's headers are complete. _Serve._"""
     body_timeout: Seconds = 300.0
-    """Seconds that a request's body may take to come. _Serve._"""
+    """Seconds until a request's body is complete. _Serve._"""
     max_connections: Positive | None = None
-    """Connections to one worker; for one more the longest idle one is closed. null: by its open files. _Serve._"""
+    """Connections to a worker; beyond it the longest idle one is closed. null: by its open files. _Serve._"""
     admin_key: HardToGuess | None = None
-    """A [key](keys.md) with the scope `admin`, for the page too, of at least 16 ASCII characters; null: none. Better
-    set by `TUNELOOP__EXPLORER__ADMIN_KEY`. _Serve._"""
+    """A [key](keys.md) with the scope `admin`, of at least 16 ASCII characters; null: none. _Serve._"""
     version_pins: bool = False
     """Let clients [name the version](clients.md#one-version) that answers them: `model: "<name>@<version>"`.
     _Serve._"""

@@ -49,12 +49,11 @@ class Settings(Section):
     """Which services `tuneloop run` starts: the explorer (`serve`), the trainer (`train`), or
     [both](one_machine.md#systemd)."""
     project: FolderName = "tuneloop"
-    """First folder below `checkpoint_root_dir`. Explorer and trainer need the same."""
+    """First folder below `checkpoint_root_dir`."""
     name: FolderName = "default"
-    """Folder of the experiment below the project. Explorer and trainer need the same."""
+    """The experiment's folder below the project."""
     checkpoint_root_dir: Path = Path("checkpoints")
-    """Where everything is kept: `{checkpoint_root_dir}/{project}/{name}` is the job folder. On several machines: a file
-    system that all mount at the same path."""
+    """`{checkpoint_root_dir}/{project}/{name}` is the job folder. Several machines mount it at the same path."""
     model: ModelSettings
     algorithm: AlgorithmSettings = AlgorithmSettings()
     cluster: ClusterSettings = ClusterSettings()
@@ -74,7 +73,7 @@ class Settings(Section):
     gate: GateSettings = GateSettings()
     rollout: RolloutSettings = RolloutSettings()
     policies: dict[str, PolicySettings] = Field(default_factory=dict)
-    """[Policies](policies.md) that are made at the start, by their names, if they are not there."""
+    """[Policies](policies.md) by name, made at the start where they are missing."""
 
     @model_validator(mode="after")
     def _options_fit_each_other(self) -> "Settings":

@@ -30,8 +30,8 @@ class TrainerSettings(Section):
     keep_interval: Positive | None = None
     """Also keep the weights of versions whose step is a multiple of this; null: of none. _Train._"""
     checkpoint_mode: FileMode = "0600"
-    """The rights of checkpoint files, in octal: `0600` for the trainer's user alone. An explorer of another user needs
-    `0640`, a second trainer of another user `0660`, in one group. The outbox stays the explorer's alone. _Train._"""
+    """The mode of checkpoint files: `0600` for the trainer's user alone. Another user's explorer needs `0640`, another
+    user's second trainer `0660`, in one group. _Train._"""
     ulysses_sequence_parallel_size: Positive = 1
     """Workers that read each row together, for sequences too long for one GPU. It must divide `workers` and the model's
     heads. _Train._"""
@@ -45,7 +45,7 @@ class TrainerSettings(Section):
     """The models' number format; `auto`: bfloat16 on GPUs, float32 on the CPU. The optimiser works in float32.
     _Train._"""
     seed: NotNegative = 42
-    """The seed of everything random in the trainer. _Train._"""
+    """The trainer's seed. _Train._"""
     micro_batch_tokens: Positive | None = None
     """Tokens that go through the model at once. null: as many [as the memory holds](one_machine.md#disk-and-memory), up
     to 32768. Where memory runs out, it is halved, with the same result. _Train._"""
@@ -64,7 +64,7 @@ class TrainerSettings(Section):
     """Wait before each micro-batch until no request has been in flight for 0.6 s, where an engine and a trainer share a
     GPU. `tuneloop doctor` says how far training lags. Both services need the same. _Train._"""
     poll_interval: Seconds = 1.0
-    """Seconds between two looks for a full batch, without a commit. _Train._"""
+    """Seconds between two checks for a full batch. _Train._"""
     max_staleness: NotNegative | None = None
     """Committed replies that were sampled more than so many versions ago expire; null: none. _Train._"""
     total_steps: Positive | None = None
@@ -80,10 +80,10 @@ class ExperienceBufferSettings(Section):
     """Where experiences are kept. `path` is a database URL; without one, an SQLite file in the job folder."""
 
     name: FolderName = "exp_buffer"
-    """The file `buffer/{name}.db` in the job folder, or the schema on PostgreSQL. Both services need the same."""
+    """The file `buffer/{name}.db` in the job folder, or the schema on PostgreSQL."""
     path: DatabaseUrl | None = None
     """URL of the database: `postgresql://user:password@host/database` or `sqlite:////folder/file.db`; null: an SQLite
-    file in the job folder. Both services need the same."""
+    file in the job folder."""
 
 
 class TrainerInputSettings(Section):
@@ -101,8 +101,7 @@ class BufferSettings(Section):
     """How rewarded replies are released to the trainer: by `POST /commit` (`manual`), or [by
     themselves](feedback.md#commit) as well (`auto`). _Serve._"""
     order: Literal["oldest", "freshest", "priority"] = "oldest"
-    """Which committed experiences come first: the oldest, the newest, or those of the highest `metadata.priority`.
-    _Train._"""
+    """Which committed experiences come first: the oldest, the newest, or the highest `metadata.priority`. _Train._"""
     group_by: Literal["none", "run", "task", "preference"] = "none"
     """What is [trained on together](concepts.md#batches): the calls of a `run`, all runs of a `task`, the replies of a
     `preference`, or nothing. _Train._"""
@@ -120,6 +119,6 @@ class BufferSettings(Section):
     """Batches that may wait when a version is registered; [what is beyond expires](concepts.md#what-is-too-much), the
     oldest first. null: everything waits. _Train._"""
     record_share: Fraction = 1.0
-    """Share of the traffic that is recorded, by whole runs; `store: true` is recorded always. Of the rest nothing is
-    kept, and feedback on it is `not_recorded`. _Serve._"""
+    """Share of the traffic that is recorded, by whole runs; `store: true` always is. Feedback on the rest is
+    `not_recorded`. _Serve._"""
     trainer_input: TrainerInputSettings = TrainerInputSettings()

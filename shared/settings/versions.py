@@ -46,15 +46,14 @@ class EvaluationSettings(Section):
     """Tasks with known answers that are never trained on; without a `path` nothing is evaluated."""
 
     path: Path | None = None
-    """A JSON Lines file of [tasks with known answers](versions.md#held-out-tasks); null: none."""
+    """[Tasks with known answers](versions.md#held-out-tasks); null: none."""
     every: Positive = 20
     """Steps between two evaluations. Each costs training time. _Train._"""
     judge: Literal["exact", "contains", "regex", "function", "model"] = "contains"
-    """How right a reply is: it is the answer (`exact`), has it (`contains`), matches it (`regex`), or as
+    """What a right reply is: the answer (`exact`), contains it (`contains`), matches it (`regex`), or what
     `monitor.evaluation.function` or the model of `judge` says."""
     function: FunctionName | None = None
-    """A function of your own, `package.module:name`, called with question, answer and reply; it returns a number from 0
-    to 1."""
+    """`package.module:name`, called with question, answer and reply; it returns 0 to 1."""
 
     #: Tokens of an answer at most: tasks with known answers have short ones.
     most_tokens: ClassVar[int] = 256
@@ -122,7 +121,7 @@ class MonitorSettings(Section):
     """Where curves are written, and what is watched."""
 
     monitor_type: Literal["tensorboard", "wandb", "mlflow"] = "tensorboard"
-    """Where the trainer's curves go besides TensorBoard: a [tracker](metrics.md#trackers). _Train._"""
+    """A tracker besides TensorBoard: [tracker](metrics.md#trackers). _Train._"""
     otlp_url: Annotated[str, AfterValidator(_a_receiver)] | None = None
     """Where [traces](metrics.md#traces) go, by OTLP over HTTP: `http://host:4318`; null: nowhere."""
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -149,8 +148,8 @@ class GateSettings(Section):
     """What a candidate must show before it answers anybody; a bare word is its `mode`."""
 
     mode: Literal["off", "report", "block"] = "off"
-    """What is done with a candidate that does [worse than the champion](versions.md#gate): nothing (`off`), an event
-    (`report`), or it is rejected (`block`)."""
+    """What happens to a candidate [worse than the champion](versions.md#gate): nothing (`off`), an event (`report`), or
+    its rejection (`block`)."""
     #: How far its score on a slice of the tasks may lie below the champion's: a slice has fewer tasks, and more chance.
     slice_margin: ClassVar[float] = 0.05
     #: How many times as long as the champion's, or as short, its answers may be: as the monitor `reply_length` has it.

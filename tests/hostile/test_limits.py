@@ -54,23 +54,23 @@ FIXED: dict[str, object] = {
     "how long the database takes nothing": ExplorerSettings.outbox_max_age,
     "what a client does not read": None,
     "an answer over 64 KiB that its client does not read": ConnectionLimits.read_timeout_s,
-    "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
+    "bodies of `/tokenize`, `/detokenize`, `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
     "such texts that a worker sends to an engine at once": 1,
     "such texts waiting for that": passthrough._MAX_WAITING,
     "a body of feedback or commit": routes.MAX_BODY_BYTES,
     "ids in one call of feedback": events.MAX_IDS,
-    "events about one reply, choice or run in one call of feedback": events.MAX_OF_ONE,
+    "events about one reply or run in one call of feedback": events.MAX_OF_ONE,
     "events about one reply or run in all": MAX_SAID,
     "of these from one key, or one source without a key": MAX_SAID_BY_ONE,
-    "a tenant's events about runs and replies that are not there": MAX_EARLY,
+    "a tenant's events about missing runs and replies": MAX_EARLY,
     "replies in one group of preferences": MAX_CONNECTED,
     "draining the outbox when the service ends": STOP_S,
     "`metadata` of a request": request.MAX_METADATA_BYTES,
-    "text in one call of feedback, counted once for each id": events.MAX_CHARACTERS,
+    "text in one call of feedback, once for each id": events.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
     "tasks named in one commit": routes.MAX_TASKS,
     "completions in one listing": lists.MAX_LIMIT,
-    "completions read for a listing with several filters": MAX_EXAMINED,
+    "completions read for a filtered listing": MAX_EXAMINED,
     "pairs of a stored completion's new metadata": MAX_PAIRS,
     "a body with a stored completion's new metadata": stored_completions._MAX_BODY_BYTES,
     "responses of a conversation that is continued": conversations.MAX_RESPONSES,
@@ -186,12 +186,12 @@ BEYOND: dict[str, Callable[[Beyond], Any]] = {
     "how deep a body is nested": lambda to: to.post(CHAT, b'{"a":' + b"[" * to.more + b"]" * to.more + b"}"),
     "objects and lists in a body": lambda to: to.post(CHAT, b'{"a":[' + b"[]," * to.more + b"0]}"),
     "values in a body": lambda to: to.post(CHAT, b'{"a":[' + b"0," * to.more + b"0]}"),
-    "a body for `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`": lambda to: to.post(
+    "bodies of `/tokenize`, `/detokenize`, `/v1/messages/count_tokens`": lambda to: to.post(
         "/tokenize", b" " * to.more
     ),
     "a body of feedback or commit": lambda to: to.post("/feedback", b" " * to.more),
     "ids in one call of feedback": lambda to: to.post("/feedback", {"msg_ids": ["x"] * to.more, "reward": 1}),
-    "text in one call of feedback, counted once for each id": lambda to: to.post(
+    "text in one call of feedback, once for each id": lambda to: to.post(
         "/feedback", {"msg_ids": [to.reply()] * 8, "comment": "x" * (to.more // 8 + 1)}
     ),
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": lambda to: to.post(

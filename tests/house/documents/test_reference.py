@@ -18,7 +18,7 @@ from tuneloop.shared.ledger.storage.clock import CLOCK_SKEW
 from tuneloop.shared.ledger.storage.schema import metadata
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH, DISK_FULL, OF_TRAINERS, STOPS, TRAINER_SILENT
 from tuneloop.shared.operations.older_ledger import LEDGER_OLDER
-from tuneloop.shared.settings.serving import RolloutModelSettings
+from tuneloop.shared.settings.serving import ModelSettings
 from tuneloop.trainer.monitoring import monitors
 from tuneloop.trainer.monitoring.drift import RULES
 from tuneloop.trainer.teacher import teacher
@@ -54,7 +54,10 @@ def test_a_table_of_options_is_what_their_docstrings_say(reference: ModuleType) 
     )
     with pytest.raises(ValueError, match=r"c\.d"):
         reference.with_options(page, {"a.b": "integer | `2` | New.", "c.d": "x | `y` | Z."})
-    field = RolloutModelSettings.model_fields["engine_num"]
+    marked = page.replace("options: a", "options: a (Train)")
+    assert "| Old. _Serve._ |" in reference.with_options(marked, {"a.b": "x | `y` | Old. _Serve._"})
+    assert "| New. |" in reference.with_options(marked, {"a.b": "x | `y` | New. _Train._"})
+    field = ModelSettings.model_fields["trust_remote_code"]
     assert field.description
     assert f"| {field.description} |" in (DOCS / "settings.md").read_text()
 

@@ -28,10 +28,7 @@ def test_every_example_is_run():
 def test_the_versions_told_are_those_installed():
     told = {(name, version) for name, versions in VERSION.findall(DOCS) for version in versions.split(", ")}
     node = json.loads((ROOT / "tests" / "clients" / "package.json").read_text())["dependencies"].items()
-    pins = {tuple(line.split("==")) for file in (ROOT / "tests" / "clients").glob("*.txt") for line in _pins(file)}
+    lines = [line for file in (ROOT / "tests" / "clients").glob("*.txt") for line in file.read_text().splitlines()]
+    pins = {tuple(line.split("==")) for line in lines if "==" in line}
     assert len(told) >= 12
     assert told <= set(node) | pins
-
-
-def _pins(file):
-    return [line for line in file.read_text().splitlines() if "==" in line]

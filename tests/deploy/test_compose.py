@@ -158,9 +158,6 @@ def _page_opens(url: httpx.URL) -> None:
             kind = {"js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}[each.rpartition(".")[2]]
             assert (each, found.status_code, found.headers["content-type"].partition(";")[0]) == (each, 200, kind)
             assert found.content
-        with browser.stream("GET", "/ui/events") as events:
-            assert events.headers["content-type"].startswith("text/event-stream")
-            assert next(events.iter_lines())
 
 
 def settings_of(name: str) -> dict[str, Any]:

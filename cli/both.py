@@ -139,7 +139,7 @@ class _Service:
 
 
 def _stop(services: Sequence[_Service], number: int, forwarded: set[int]) -> None:
-    """Pass the signal on, and start nothing any more. Who pressed Ctrl-C hears at once what is waited for."""
+    """Pass the signal on, and start nothing any more. After Ctrl-C it says at once what it waits for."""
     running = [service for service in services if service.process is not None]
     if number == signal.SIGINT and number not in forwarded:
         waits = " and ".join(_LAST_WORDS.get(service.name, f"the {service.name}") for service in running)

@@ -104,7 +104,7 @@ def make_plan(
     Raises EnvironmentRefused where there is no model, or the disk cannot be written to.
     """
     shapes = memory.shapes_of(settings)
-    if gpu_bytes is None:  # nobody has said that it is for another machine
+    if gpu_bytes is None:  # no option says that it is for another machine
         settings = fit_to_machine(settings, gpus_here=count_gpus())
     fit = memory.fit_trainer(settings, shapes, gpu_bytes and memory.room_for_trainer(settings, gpu_bytes))
     settings = fit.settings

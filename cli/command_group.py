@@ -1,4 +1,4 @@
-"""How a command line is read: the settings file may stand anywhere in it, and who errs hears what is near."""
+"""How a command line is read: the settings file may stand anywhere, and a mistake gets similar words."""
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches

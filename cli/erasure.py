@@ -193,7 +193,7 @@ def erase(
 ) -> Erasure:
     """Delete the person from the ledger and from the exported files. Running explorers clear their outboxes.
 
-    With a `redactor`, by the name that it writes in the place of theirs too.
+    With a `redactor`, also by the name that it writes in its place.
     """
     user = person_name(user)
     names: tuple[str, ...] = (user,) if redactor is None else (user, redactor.hidden_name(user))
@@ -244,7 +244,7 @@ def erase_line(ledger: Ledger, job_dir: Path, file_id: str, line: int, *, dry_ru
 def _tell(
     ledger: Ledger, tenant: str, user: str, names: tuple[str, ...], deleted: list[ErasureResult], *, dry_run: bool
 ) -> Erasure:
-    """Erase the exported files too, and tell what was deleted."""
+    """Erase the exported files too, and print what was deleted."""
     person = Person(tenant, names, frozenset().union(*(each.msg_ids for each in deleted)))
     files = tuple(erase_rows(export.path, person, dry_run=dry_run) for export in ledger.retention.exported_files())
     problems = [f"{file.path}: {file.problem}" for file in files if file.problem]
@@ -353,7 +353,7 @@ def _left_outbox(settings: Settings) -> str:
     if not (files := files_of(folder)) or held_file(folder) is not None or read_explorer(settings).engines is not None:
         return ""
     return (
-        f"{number(len(files), 'file')} of {folder} may hold text of theirs, and no explorer runs that removes them:"
+        f"{number(len(files), 'file')} of {folder} may hold their text, and no explorer runs that removes them:"
         f" start it, or `tuneloop outbox drain {folder}`"
     )
 
@@ -375,7 +375,7 @@ def _erasure_lines(result: Erasure) -> Iterator[str]:
             yield f"  {file.path}: {file.removed} rows{'' if result.dry_run else ' taken out'}"
     if result.labels:
         shown, more = result.labels[:_LABELS_SHOWN], len(result.labels) - _LABELS_SHOWN
-        yield "tasks and runs of theirs, whose names traces still hold if you exported any"
+        yield "their tasks and runs, whose names traces still hold if you exported any"
         yield f"  {', '.join(shown)}{f' and {more} more: --json lists them' if more > 0 else ''}"
     for problem in result.problems:
         yield f"not reached: {problem}"

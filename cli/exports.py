@@ -228,7 +228,7 @@ def _answer(reply: ExportedReply) -> Message:
 
 
 def _edited_answer(event: Any) -> Message:
-    """What somebody wrote in the place of the reply: a text, or the JSON of the assistant's message."""
+    """The edited answer in place of the reply: a text, or the JSON of the assistant's message."""
     message = _written_message(event.text)
     if message is None:
         return {"role": "assistant", "content": event.text}
@@ -313,7 +313,7 @@ def export(ledger: Ledger, request: ExportRequest, path: Path) -> ExportResult:
                 written = True
 
             try:
-                with in_turn(path):  # before the transaction, in which nobody waits for the erasure of a large file
+                with in_turn(path):  # before the transaction: nothing waits for the erasure of a large file
                     if ledger.exports.record_file(
                         str(path), request.format, draft.rows, of=request.selection, unless=erased, publish=publish
                     ):

@@ -276,9 +276,9 @@ class DraftFile:
 
 @contextmanager
 def in_turn(path: Path) -> Iterator[None]:
-    """Until its end nobody else who is `in_turn` puts another file in the place of this one.
+    """Until its end no other process that is `in_turn` replaces this file.
 
-    It is the file itself that is locked. Where there is none, or the file system has no locks, nobody waits.
+    It is the file itself that is locked. Where there is none, or the file system has no locks, nothing waits.
     """
     with ExitStack() as held:
         with suppress(OSError):
@@ -293,7 +293,7 @@ def in_turn(path: Path) -> Iterator[None]:
 
 
 def clear_left_drafts(path: Path) -> Iterator[str]:
-    """Delete the drafts for this path that nobody writes any more; what could not be deleted, and why."""
+    """Delete the drafts for this path without a writer; what could not be deleted, and why."""
     named = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.partial").fullmatch
     for draft in sorted(each for each in path.parent.glob(".*.partial") if named(each.name) and not each.is_symlink()):
         try:
@@ -302,7 +302,7 @@ def clear_left_drafts(path: Path) -> Iterator[str]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 draft.unlink(missing_ok=True)
             except BlockingIOError:
-                pass  # an export, which begins anew when somebody was erased meanwhile
+                pass  # an export, which begins again when a person was erased meanwhile
             finally:
                 os.close(descriptor)
         except OSError as error:

@@ -64,7 +64,7 @@ def parsers_of(shape: ModelShape) -> Parsers:
 _MOST_TOKENS = 8192
 _CPU_CACHE = 256 << 20
 
-#: Where one GPU does not hold all: what is given up, one after the other.
+#: Where one GPU does not hold all: what is left out, one after the other.
 _METHODS: tuple[dict[str, Any], ...] = (
     {},
     {"algorithm_type": "reinforce"},

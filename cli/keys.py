@@ -61,7 +61,7 @@ def create(
     set_: SetOption = None,
     for_programs: JsonOption = False,
 ) -> None:
-    """Make a key, and print it: it is told once. A database that is not there yet is made."""
+    """Make a key, and print it, once. A database that is not there yet is made."""
     tenant, slash, own_name = name.rpartition("/")
     limits: dict[str, int] = {}
     for text in limit or ():

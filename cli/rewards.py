@@ -81,7 +81,7 @@ def quarantine(
     tenant: _RaterTenant = "default",
     for_programs: JsonOption = False,
 ) -> None:
-    """Let a rater's feedback count for nothing. Services may run; rewards not trained on yet are made anew."""
+    """Let a rater's feedback count for nothing. Services may run; rewards not trained on yet are computed again."""
     with existing_ledger(config, set_) as (_settings, ledger):
         ledger.raters.quarantine(tenant, name, by=operator_name(), reason=reason)
     told = {"tenant": tenant, "name": name, "state": "in quarantine"}

@@ -162,7 +162,7 @@ def _decide(
 ) -> None:
     with existing_ledger(config, set_) as (settings, ledger):
         result = decision(ledger)
-    served = f"the explorer takes it up within {settings.explorer.service_status_check_interval:g} s"
+    served = f"the explorer loads it within {settings.explorer.service_status_check_interval:g} s"
     told = sentence.format(**result._asdict(), served=served)
     tell(result._asdict(), told, for_programs=for_programs)
 

@@ -86,7 +86,7 @@ def serve(settings: Settings) -> None:
     check_engine(settings)
     require_file_systems(settings)
     if folder_mark(settings.job_dir) is None and str(settings.job_dir) not in settings.database_url:
-        open_ledger(settings).close()  # It makes the folder, unless the database knows of one, which is away.
+        open_ledger(settings).close()  # It makes the folder, unless the database, which is away, has one.
     make_job_dir(settings)
     mark_folder(settings.job_dir)
     expect_mark(settings.job_dir)

@@ -49,7 +49,7 @@ class Caller:
         return f"{self.tenant}/{self.name}" if self.name else ""
 
     def rater(self, source: str | None) -> str | None:
-        """The name in which the caller gives feedback as `source`: nobody writes in the name of another's raters.
+        """The name in which the caller gives feedback as `source`: no caller writes in the name of another's raters.
 
         Without a source, who may ask the model is the application; who may only give feedback is a rater.
 
@@ -184,7 +184,7 @@ _KEY_PREFIX, _RUN_PREFIX = "/key/", "/run/"
 #: Where a scope has the key and the token of a run that came in its path.
 _KEY, _RUN_TOKEN = "tuneloop.key", "tuneloop.run_token"
 
-#: Not all routes: whoever allows clients /run/ and nothing else means requests to the model.
+#: Not all routes: a proxy that allows clients only /run/ means requests to the model.
 _ROUTES_BELOW = ("/v1/", "/tokenize", "/detokenize")
 
 #: What is said to who brings no key that is in force.
@@ -246,7 +246,7 @@ class Gatekeeper:
             key, slash, rest = scope["path"].removeprefix(_KEY_PREFIX).partition("/")
             if slash:
                 scope["path"], scope[_KEY] = slash + rest, key
-                scope["raw_path"] = b""  # it has the key, too, and nobody reads it
+                scope["raw_path"] = b""  # it has the key, too, and nothing reads it
         if scope["path"].startswith(_RUN_PREFIX):
             token, slash, rest = scope["path"].removeprefix(_RUN_PREFIX).partition("/")
             if (slash + rest).startswith(_ROUTES_BELOW):
@@ -488,7 +488,7 @@ def is_proxied(headers: Iterable[tuple[bytes, bytes]]) -> bool:
 
 
 def is_from_here(client: str, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Whether a request was sent on this machine, and not for somebody elsewhere."""
+    """Whether a request was sent on this machine, and not for another machine."""
     try:
         found = ipaddress.ip_address(client)
     except ValueError:

@@ -59,7 +59,7 @@ class WaitUntilTaken(ChannelMessage, frozen=True):
 
 
 class WakeDrain(ChannelMessage, frozen=True):
-    """A worker: somebody waits for what became of feedback. Nothing is answered."""
+    """A worker: a request waits for the outcome of feedback. Nothing is answered."""
 
 
 class UpdateResults(ChannelMessage, frozen=True):

@@ -27,27 +27,27 @@ log = structlog.get_logger()
 #: Records that go into the database in one transaction, and their bytes.
 GROUP, GROUP_BYTES = 512, 32 << 20
 
-#: How often the files are looked at, the status is told, and the ledger's numbers are compared with ours.
+#: How often the files are read, the status is sent, and the ledger's numbers are compared with ours.
 _LOOK_S, _TELL_S, _COMPARE_S = 0.1, 0.5, 10.0
 
 #: How long a drained file is kept: a standby that lagged, and is promoted, is filled from it. None is where fewer bytes
 #: are free: the recorder leaves up to half as many.
 KEEP_S, _ROOM_BYTES = 600.0, 2 << 30
 
-#: How long a record is offered again that the database refuses for what it holds, and the same where nobody can tell
-#: whether the record or the database is at fault.
+#: How long a record is offered again that the database refuses for what it holds, and the same where the cause is
+#: unknown whether the record or the database is at fault.
 RECORD_PATIENCE_S, PATIENCE_S = 10.0, 900.0
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
-#: So long the drain goes on when it is told to stop. What is left stays on disk for the next start.
+#: So long the drain goes on after a stop was asked for. What is left stays on disk for the next start.
 STOP_S = 5.0
 
 _Result = TypeVar("_Result")
 
 
 class _Stopped(Exception):
-    """The drain was told to stop while it waited for the database, or has no time left."""
+    """The drain was asked to stop while it waited for the database, or has no time left."""
 
 
 #: Its file, and a record that was read there.
@@ -93,7 +93,7 @@ class Drain:
         self._waiting: deque[Future[bool]] = deque()
         self._asked: list[Future[bool]] = []  # before the files were looked at
         self._wake, self._stop = threading.Event(), threading.Event()
-        #: Has the files looked at now: somebody waits for what they hold.
+        #: Has the files read now: a request waits for what they hold.
         self.wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
 
@@ -190,7 +190,7 @@ class Drain:
                             self._set_aside(reader.id, Record(found.data, number, found.end), "these bytes are damaged")
                     if reader.is_claimed and reader.size == end:
                         finished.append(reader.id)
-                        if not end:  # or its owner, which has not locked it yet, would append to what nobody reads
+                        if not end:  # or its owner, which has not locked it yet, would append to what no drain reads
                             path.unlink()
             except FileNotFoundError:
                 continue
@@ -291,7 +291,7 @@ class Drain:
 
     def _answer(self, is_clear: bool, *others: Future[bool]) -> None:
         for waiter in (*self._asked, *others):
-            with contextlib.suppress(InvalidStateError):  # it has given up
+            with contextlib.suppress(InvalidStateError):  # it has stopped waiting
                 waiter.set_result(is_clear)
         self._asked = []
 

@@ -156,7 +156,7 @@ class Http11(HttpToolsProtocol):
         _cancel(self._unread)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell all who answer requests of it; uvicorn tells the last one alone."""
+        """Notify all that answer requests; uvicorn notifies the last one only."""
         super().connection_lost(exc)
         for cycle in (self._answered, self.cycle):
             if cycle is not None:

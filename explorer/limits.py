@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 #: What is written of an answer at once. More is written when its client has read most of this.
 PIECE_BYTES = 64 << 10
 
-#: Of text, for which an engine told no tokens.
+#: Of text, for which an engine returned no tokens.
 BYTES_A_TOKEN = 4
 
-#: How fast a reply is taken to be sampled of which the client did not wait to hear.
+#: The assumed speed of sampling of a reply that the client did not wait for.
 _TOKENS_PER_S = 50
 
 _MINUTE_S = 60.0
@@ -228,7 +228,7 @@ class RequestMeter:
             self._limits.held_bytes -= self._held_bytes
 
     def expect(self, *, body_bytes: int, choices: int, most: object) -> None:
-        """What tokens are estimated by where an engine tells none: `most` of each choice, if the client says so."""
+        """What tokens are estimated by where an engine returns none: `most` of each choice, if the client says so."""
         self._body_bytes, self._choices, self._most = body_bytes, choices, most if isinstance(most, int) else None
 
     @contextmanager
@@ -243,12 +243,12 @@ class RequestMeter:
             raise
 
     def count_tokens(self, transcript: "Transcript", *, broken_off: bool = False) -> None:
-        """Count the tokens of a reply as far as it has come, once; `broken_off`: nobody waited for the rest."""
+        """Count the tokens of a reply as far as it has come, once; `broken_off`: no client waited for the rest."""
         if self._is_counted:
             return
         self._is_counted = True
         tokens = transcript.tokens
-        if not tokens:  # the engine told none: an estimate
+        if not tokens:  # the engine returned none: an estimate
             sampled = 0
             if broken_off or transcript.broken:
                 sampled = math.ceil(max(0.0, time.monotonic() - self._asked_at) * _TOKENS_PER_S)

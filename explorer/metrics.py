@@ -133,7 +133,7 @@ class Metrics:
         self._recorded_counters(reason).inc()
 
     def forget_engine(self, number: int) -> None:
-        """Say no more of an engine that has been ended: nobody is to be told that it was not proven for long."""
+        """Remove the series of an engine that has ended: no alert may say that it was not proven for long."""
         for gauge in (self.last_good_probe, self.has_fingerprint):
             gauge.remove(str(number))
 
@@ -193,7 +193,7 @@ class ProcessTotals:
         self._retired: _Values = {}
 
     def update(self, worker: int, samples: Sequence[MetricSample]) -> None:
-        """Replace what a worker has counted until now. What it tells no more of is kept, so that no counter falls."""
+        """Replace what a worker has counted until now. What it no longer counts is kept, so that no counter falls."""
         told = {_key_of(each) for each in samples}
         self._keep(each for each in self._live.get(worker, ()) if _key_of(each) not in told)
         self._live[worker] = samples
@@ -211,7 +211,7 @@ class ProcessTotals:
             _add(values, _samples(family))
         for samples in self._live.values():
             _add(values, samples)
-        # Counts are kept of versions that a process tells of, and of the latest of others.
+        # Counts are kept of versions that a process counts, and of the latest of others.
         told = {_version_in(each) for each in values}
         kept = dict.fromkeys(_version_in(each) for each in self._retired)
         forgotten = [each for each in kept if each not in told][:-VERSIONS_SHOWN]

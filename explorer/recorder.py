@@ -39,7 +39,7 @@ _LOOK_S = 0.5
 #: How often the alarm about captured log-probabilities is looked for.
 _ALARM_S = 5.0
 
-#: How much must go onto a disk that has refused a write before it counts as mended.
+#: How much must go onto a disk that has refused a write before it counts as repaired.
 _PROOF = bytes(64 << 10)
 
 #: From this size on records are redacted in a thread: others' replies go on meanwhile.
@@ -55,9 +55,9 @@ _PATIENCE_S = 2.0
 class OutboxLimits:
     """What the outbox holds at most: several processes share the bound.
 
-    `admit` is asked for every request and reads nothing: the drain tells what waits, our own bytes are counted as they
-    are written, and the disk is looked at every half a second. `check_database` raises LedgerForbidden where what is
-    recorded could reach no ledger of ours: its file was deleted or replaced.
+    `admit` is asked for every request and reads nothing: the drain reports what waits, our own bytes are counted as
+    they are written, and the disk is looked at every half a second. `check_database` raises LedgerForbidden where
+    what is recorded could reach no ledger of ours: its file was deleted or replaced.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class OutboxLimits:
         self._outbox, self._check_database = outbox, check_database
         self._max_bytes, self._max_age_s = max_bytes, max_age_s
         self.status = OutboxStatus()
-        self._bytes_at_status = 0  # what we had written when the status was told
+        self._bytes_at_status = 0  # what we had written when the status came
         self._misplaced: str | None = None
         #: Why the disk refused the last record; None once it takes one again.
         self.broken: str | None = None
@@ -126,7 +126,7 @@ class OutboxLimits:
 
 
 class CaptureChoice:
-    """Which replies engines tell log-probabilities of: a share, by hash; all while the alarm of a mismatch is open."""
+    """Which replies engines return log-probabilities for: a share, by hash; all while a mismatch's alarm is open."""
 
     def __init__(self, settings: CaptureSettings) -> None:
         self._all = settings.logprobs == "all"
@@ -159,7 +159,7 @@ class _Call:
         self.is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def take(self, results: FeedbackResults) -> None:
-        # By the fewer of both: a call may wait for a hundred thousand events, and hears of some hundred at once.
+        # By the fewer of both: a call may wait for a hundred thousand events, and gets some hundred at once.
         found = results.of([self._left[event_id] for event_id in results.outcomes.keys() & self._left.keys()])
         for name in FeedbackResults.__struct_fields__:
             getattr(self.results, name).update(getattr(found, name))
@@ -174,7 +174,7 @@ class _Call:
 
 
 class Recorder:
-    """The outbox, as the routes see it. `wake_drain` tells the drain that a call waits."""
+    """The outbox, as the routes see it. `wake_drain` wakes the drain because a call waits."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class Recorder:
     async def close(self) -> None:
         await asyncio.gather(*self._writing, return_exceptions=True)
         while self._is_appending:
-            with suppress(StorageFull):  # who waited for it was told
+            with suppress(StorageFull):  # the waiting call has its answer
                 await self._append([])
         self._threads.shutdown(wait=False)
         self._appender.shutdown()

@@ -76,7 +76,7 @@ class TokenSigner:
             return None
 
     def admin_key_id(self, digest: bytes) -> str:
-        """What stands for the id of `explorer.admin_key`, of this digest, in tokens; it tells nothing of the key."""
+        """What stands for the id of `explorer.admin_key`, of this digest, in tokens; it reveals nothing of the key."""
         return f"admin_{self._mac(f'admin key {digest.hex()}').hex()[:16]}"
 
     def _mac(self, payload: str) -> bytes:

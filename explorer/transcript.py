@@ -1,4 +1,4 @@
-"""A reply: its name, and what is heard of it.
+"""A reply: its id, and what the engine sends of it.
 
 Names are minted by us and signed: a guess, a typo or another tenant's id is refused without a look-up.
 
@@ -242,7 +242,7 @@ class RequestedFields(NamedTuple):
 
 
 class Transcript(ABC):
-    """One reply being heard, named `msg_id`. `captured`: the engine was asked for its log-probabilities."""
+    """One reply as it comes, with the id `msg_id`. `captured`: the engine was asked for its log-probabilities."""
 
     captured = True
     limit: ReplyLimit | None = None

@@ -1,6 +1,6 @@
 """Databases of the releases before the baseline: 0014 and 0015 become the baseline, older ones are refused.
 
-SQLite cannot change a CHECK. These become looser, so only the words of the table are written anew, and no row is.
+SQLite cannot change a CHECK. These become looser, so only the table's definition is written again, and no row is.
 """
 
 from collections.abc import Mapping

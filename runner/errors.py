@@ -76,7 +76,7 @@ class TuneError(Exception):
 
 
 class TuneRefused(TuneError, ValueError):
-    """What `tune()` was told makes no sense; nothing was started."""
+    """The arguments of `tune()` are inconsistent; nothing was started."""
 
 
 class TuneFailed(TuneError):
@@ -100,7 +100,7 @@ class ExtraMissing(ImportError):
 
 
 def say_without_traceback(error: Exception) -> None:
-    """If nobody catches the error, have the program end with its sentence: the traceback would be of our own lines."""
+    """If the error is not caught, end the program with its sentence: the traceback would be of our own lines."""
     usual = sys.excepthook
     sys.excepthook = lambda kind, raised, trace: (
         sys.stderr.write(f"{kind.__name__}: {raised}\n") if raised is error else usual(kind, raised, trace)

@@ -1,8 +1,8 @@
-"""The outbox: append-only files that hold records on disk until somebody has taken them.
+"""The outbox: append-only files that hold records on disk until a drain has read them.
 
 {folder}/{time}-{owner}-{random}.records    a record: mark, length, number, checksum, payload
 
-A file belongs to one process, which holds its lock for life; nobody appends to a file that another process began. A
+A file belongs to one process, which holds its lock for life; no process appends to a file that another process began. A
 record's number counts from 1 in its file. The checksum begins with the file's name, so that no text inside a payload
 can pass for a record. A damaged record costs itself alone: a reader looks for the next whole one.
 """
@@ -86,7 +86,7 @@ class _OpenFile:
     def append(self, payloads: Sequence[bytes]) -> int | None:
         """Bring payloads to disk, so many bytes. Raises OSError: then the file takes no more, and has none of them.
 
-        None: nor has it, since somebody deleted, moved or changed it.
+        None: nor has it, since it was deleted, moved or changed.
         """
         data, number, written, size = bytearray(), self.number, 0, None
         for payload in payloads:
@@ -114,7 +114,7 @@ class _OpenFile:
 
 
 class Outbox:
-    """Appends to files of its own in a folder, one after the other: each takes up to `file_bytes`.
+    """Appends to files of its own in a folder, one after the other: each holds up to `file_bytes`.
 
     Threads may append at once: one fsync serves all who wait for it. After an error of the disk a new file is begun.
     The files' names hold the `owner`, by which readers know them.
@@ -159,11 +159,11 @@ class Outbox:
             if self._open is not None and time.monotonic() - self._open.began >= after_s:
                 self.forget_file()
 
-    #: Wait for whoever writes, and let the open file go.
+    #: Wait for the writer, and close the open file.
     close = begin_new_file
 
     def forget_file(self) -> None:
-        """Close the open file, without waiting for whoever writes: in a forked child, the file is the parent's."""
+        """Close the open file, without waiting for a writer: in a forked child, the file is the parent's."""
         file, self._open = self._open, None
         if file is not None:
             file.close()
@@ -179,7 +179,7 @@ class Outbox:
                     break
                 self.forget_file()
             else:
-                raise OSError(errno.ESTALE, f"somebody deletes what is written in {self.folder}")
+                raise OSError(errno.ESTALE, f"another process deletes what is written in {self.folder}")
         except BaseException as error:  # whatever was raised, all are answered
             self.forget_file()
             for _, done in group:
@@ -201,7 +201,7 @@ class OutboxReader:
     def __init__(self, path: Path) -> None:
         """Raises OSError: the file may be gone."""
         self.path, self.id, self.owner = path, path.stem, owner_of(path.stem)
-        # NFS locks no file that is open to read alone; a disk that is read-only lets nobody open one otherwise.
+        # NFS locks no file that is open to read alone; a read-only disk lets no process open one otherwise.
         access = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
         self._descriptor = os.open(path, access | os.O_NOFOLLOW)
         self._seed = zlib.crc32(self.id.encode())
@@ -213,13 +213,13 @@ class OutboxReader:
         return os.fstat(self._descriptor).st_size
 
     def claim(self) -> bool:
-        """Whether the file is ours: its owner has let it go, or died, and nobody else has claimed it."""
+        """Whether the file is ours: its owner has let it go, or died, and no other process has claimed it."""
         self.is_claimed = self.is_claimed or lock(self._descriptor)
         return self.is_claimed
 
     @property
     def is_there(self) -> bool:
-        """Whether nobody has removed or replaced the file."""
+        """Whether the file was neither removed nor replaced."""
         return is_named(self._descriptor, self.path)
 
     def read(self, offset: int, end: int | None = None) -> Iterator[Record | Damage]:
@@ -242,7 +242,7 @@ class OutboxReader:
             offset = found
 
     def close(self) -> None:
-        """Leave the file to whoever claims it next."""
+        """Leave the file to the process that claims it next."""
         os.close(self._descriptor)
 
     def _record_at(self, offset: int, end: int) -> Record | None:

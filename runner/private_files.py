@@ -14,7 +14,7 @@ def private_opener(path: str, flags: int) -> int:
 
 
 def write_private_text(path: Path, text: str) -> None:
-    """Write a file that is its owner's alone, or write it anew. Raises OSError."""
+    """Write a file that is its owner's alone, or write it again. Raises OSError."""
     with open(path, "w", encoding="utf-8", opener=private_opener) as file:
         file.write(text)
 

@@ -58,7 +58,7 @@ _REFERENCE = re.compile(r"\$\{(?P<name>[\w.]+)\}")
 def expand(values: Mapping[str, Any], read_scalar: Callable[[str], Any] = str) -> tuple[dict[str, Any], Unexpanded]:
     """The values with what `${oc.env:NAME}`, `${oc.env:NAME,default}` and `${an.option}` stand for.
 
-    What cannot be expanded stays, and is told with its place. `read_scalar` reads what is a variable alone.
+    What cannot be expanded stays, and is reported with its place. `read_scalar` reads what is a variable alone.
     """
     left: Unexpanded = []
 

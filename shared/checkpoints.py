@@ -15,10 +15,10 @@ disk; it is a version only when the ledger has registered it.
 
 A trainer may stand still anywhere, and wake up when a newer one has taken over. So nothing is ever put in the place of
 something else: a name that is taken is left alone, and the next free one is used (global_step_7-1). A name is free
-again only once its version is registered, and then nobody wants it. A newer trainer moves the stagings of older epochs
+again only once its version is registered, and then nothing uses it. A newer trainer moves the stagings of older epochs
 away, in one step, and with them their way to a name.
 
-Room on a file system, reckoned before it is used: what is to be written, against what is free beyond a reserve.
+Room on a file system, computed before it is used: what is to be written, against what is free beyond a reserve.
 """
 
 import errno
@@ -411,7 +411,7 @@ class CheckpointStore:
     def add_state(self, staging: Path, path: Path, manifest: StateManifest) -> None:
         """Put a sealed folder of critic and optimisers into that of their version, the manifest last.
 
-        Raises OSError where it cannot: somebody has moved either folder away, or something is in the way.
+        Raises OSError where it cannot: either folder was moved away, or something is in the way.
         """
         self._write(staging / STATE_MANIFEST, manifest)
         for name in sorted(each.relative_to(staging) for each in for_going_on(staging)):
@@ -481,10 +481,10 @@ class CheckpointStore:
         return hashlib.sha256(data).hexdigest()
 
     def _let_in(self) -> None:
-        """Let who may read the checkpoints into the folder that they are in; nobody is kept out of it for that."""
+        """Let who may read the checkpoints into the folder that they are in; no user is kept out of it for that."""
         rights = stat.S_IMODE(self._root.stat().st_mode)
         if rights | self._folder_mode != rights:
-            with suppress(PermissionError):  # Another user's folder: it is theirs to let in whom they like.
+            with suppress(PermissionError):  # Another user's folder: its owner decides who may read it.
                 self._root.chmod(rights | self._folder_mode)
 
     def _bin(self, path: Path) -> None:

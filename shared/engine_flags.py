@@ -32,7 +32,7 @@ _OF_A_REPLY = f"replies would be samples of another distribution than the policy
 #: Of the arguments of vLLM 0.26 to 0.33, those that touch sampling or its log-probabilities, or sound as if they did.
 FLAGS: Mapping[str, FlagRule] = {
     "--tool-strict-level": FlagRule(FlagEffect.HOLDS_TOOLS, "auto"),
-    "--tool-parser-plugin": FlagRule(FlagEffect.HOLDS_TOOLS, ""),  # what a parser of one's own does, nobody knows
+    "--tool-parser-plugin": FlagRule(FlagEffect.HOLDS_TOOLS, ""),  # what a parser of one's own does is unknown
     "--logprobs-mode": FlagRule(
         FlagEffect.REFUSED, "processed_logprobs", "log-probabilities must be those that are sampled from"
     ),
@@ -135,7 +135,7 @@ def thinks(arguments: Sequence[str], parser: str | None) -> bool:
 
 
 def holds_tools(arguments: Sequence[str], parser: str | None) -> bool:
-    """Whether engines with these arguments and this tool parser may hold calls to a grammar that nobody asks for."""
+    """Whether engines with these arguments and this tool parser may hold calls to a grammar unasked."""
     pairs = list(_pairs(arguments))
     parser = next((value for name, value in reversed(pairs) if name == "--tool-call-parser"), parser)
     rules = ((rule, value) for name, value in pairs if (rule := _rule_of(name)))

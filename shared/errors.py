@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-#: The most characters of what a client is told of its request, which may quote any words of it.
+#: The most characters of an answer about a client's request, which may quote any words of it.
 _MOST_TOLD = 2000
 
 
@@ -130,7 +130,7 @@ class LedgerUnavailable(LedgerError):
 
 
 class LedgerForbidden(LedgerUnavailable):
-    """The database answers, but does not let us do it: a right, a table or its disk is missing until somebody acts."""
+    """The database answers, but does not let us do it: a right, a table or its disk is missing until a person acts."""
 
 
 class RecordsLost(TuneloopError):

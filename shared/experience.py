@@ -70,7 +70,7 @@ def voice_of(source: str) -> str:
 
 
 def voter_of(source: str) -> str:
-    """The name of the one voter that all sources of a voice are.
+    """The name of the one voter that several sources stand for.
 
     >>> voter_of("key:web/ann"), voter_of("ann")
     ('key:web/', 'ann')
@@ -94,7 +94,7 @@ def rater_of(event: Any) -> Rater:
 
 @dataclass(frozen=True, slots=True)
 class TrustedRaters:
-    """Whose word settles a metric: some sources, the judge, and the application, which names no source."""
+    """Whose word alone decides a metric: some sources, the judge, and the application, which names no source."""
 
     named: frozenset[tuple[str, str]] = frozenset()
     judge: str | None = None
@@ -169,7 +169,7 @@ class VersionState(StrEnum):
 class PolicyState(StrEnum):
     ACTIVE = "active"  # -> paused, deleted
     PAUSED = "paused"  # -> active, deleted; it answers, and is not trained
-    DELETED = "deleted"  # final: it answers nobody, its rows stay
+    DELETED = "deleted"  # final: it answers no requests, its rows stay
 
 
 class JobState(StrEnum):
@@ -241,7 +241,7 @@ class Stamp(NamedTuple):
 
 
 class SteadyClock:
-    """Seconds since 1970 by `wall` when made, then by `ticks`, which nobody sets; it follows the ledger's time."""
+    """Seconds since 1970 by `wall` when made, then by `ticks`, which no user sets; it follows the ledger's time."""
 
     def __init__(self, wall: Callable[[], float] = time.time, ticks: Callable[[], float] = since_boot) -> None:
         self._ticks = ticks
@@ -283,8 +283,8 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar that a reply was held to, as the engine made it of its request.
 
     `spec` is a JSON schema, a regular expression, or xgrammar's structural tag as JSON. `stop_ids` are the tokens that
-    end the reply beside the model's own. `tokens` are what `top_p`, `top_k` and `min_p` left, as the engine told:
-    `sets` are int32 bytes, how many ids were left for each completion id, then all of these.
+    end the reply beside the model's own. `tokens` are what `top_p`, `top_k` and `min_p` left, as the engine returned
+    them: `sets` are int32 bytes, how many ids were left for each completion id, then all of these.
     """
 
     kind: Literal["json", "regex", "structural_tag", "tokens"]
@@ -443,7 +443,7 @@ def decode(data: bytes) -> Record:
 
 
 def is_captured(logprobs: Float32s) -> bool:
-    """Whether an engine told log-probabilities, or there is nothing to tell of."""
+    """Whether an engine returned log-probabilities, or there are no tokens."""
     return not (len(logprobs) and bool(np.isnan(logprobs).all()))
 
 

@@ -10,7 +10,7 @@
 {job_dir}/gpu.held           locked by whose memory is on the GPU, where trainer and engine have it by turns
 {job_dir}/gpu.wanted_by_*    locked by the trainer, or the explorer for its engine, while it waits for its turn
 {job_dir}/keys.json          the hashes of the clients' keys, for the same time
-{job_dir}/ended_sessions     the page's sessions that somebody has logged out of, until they would have expired
+{job_dir}/ended_sessions     the page's sessions that users have logged out of, until they would have expired
 {job_dir}/secrets/msg_id.key the key that the names of replies are signed with, and redacted names are digested with
 """
 
@@ -66,7 +66,7 @@ def folder_mark(job_dir: Path) -> str | None:
 
 
 def mark_folder(job_dir: Path) -> None:
-    """Make the folder, and give it a mark unless somebody has. Raises OSError."""
+    """Make the folder, and give it a mark unless it has one. Raises OSError."""
     job_dir.mkdir(parents=True, exist_ok=True)
     _make_once(job_dir / EXPERIMENT, f"{secrets.token_hex(16)}\n".encode(), mode=0o666)
 
@@ -151,7 +151,7 @@ def _stamp_of(mark: Path) -> int:
 
 
 def load_key(path: Path) -> bytes:
-    """The key at `path`, made by whoever comes first. Raises EnvironmentRefused for a file that is none."""
+    """The key at `path`, made by the process that comes first. Raises EnvironmentRefused for a file that is none."""
     make_below(path.parent)
     _make_once(path, secrets.token_bytes(_KEY_BYTES), mode=0o600)
     sync_folder(path.parent.parent)
@@ -165,7 +165,7 @@ def load_key(path: Path) -> bytes:
 
 
 def _make_once(path: Path, content: bytes, *, mode: int) -> None:
-    """Make a file, durably, unless somebody has made it. Raises OSError."""
+    """Make a file, durably, unless it is there. Raises OSError."""
     fresh = path.with_name(f".{path.name}-{os.getpid()}")
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
         file.write(content)

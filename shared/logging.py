@@ -38,12 +38,12 @@ MOST_WAITING, _FINISH_S = 2_000, 1.0
 LEVEL_VARIABLE, JSON_VARIABLE = "TUNELOOP_LOG_LEVEL", "TUNELOOP_LOG_JSON"
 
 
-#: The fields of an event that tell of an error, which may quote what somebody has said.
+#: The fields of an event with an error, which may quote a user's text.
 _ERROR_FIELDS = ("exception", "reason", "error")
 
 
 class _Cleaner:
-    """Takes out of what errors tell what must not be written."""
+    """Removes from errors what must not be written."""
 
     clean: Callable[[str], str] = staticmethod(lambda text: text)
 
@@ -58,7 +58,7 @@ _CLEANER = _Cleaner()
 
 
 def clean_errors(clean: Callable[[str], str]) -> None:
-    """Write what errors tell through `clean` from now on: tracebacks, reasons, the lines of libraries."""
+    """Write errors through `clean` from now on: tracebacks, reasons, the lines of libraries."""
     _CLEANER.clean = clean
 
 
@@ -74,7 +74,7 @@ class LogLevel(StrEnum):
 
 
 class LogWriter:
-    """Writes what is logged in a thread: a pipe that nobody reads stops no service; what it takes not is dropped."""
+    """Writes what is logged in a thread: a pipe without a reader stops no service; what does not fit is dropped."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -99,7 +99,7 @@ class LogWriter:
         self._waiting.put(text)
 
     def flush(self) -> None:
-        """Nothing: whoever logs does not wait."""
+        """Nothing: a caller that logs does not wait."""
 
     def finish(self) -> None:
         """Wait until all is written, for a moment at most: before the process ends."""
@@ -127,7 +127,7 @@ LOG = LogWriter(2)
 
 
 class LineLimiter:
-    """Leaves out lines of an event that comes too often, and calls `tell` with how many of each, a while later."""
+    """Leaves out lines of an event that comes too often, and later calls `tell` with the count of each."""
 
     def __init__(self, tell: Callable[[dict[str, int]], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._tell, self._clock = tell, clock

@@ -1,4 +1,4 @@
-"""What the kernel tells of a process: how long it, and all that it has started, has been computing."""
+"""What the kernel reports about a process: how long it, and all that it has started, has been computing."""
 
 import os
 from contextlib import suppress

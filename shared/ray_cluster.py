@@ -40,7 +40,7 @@ def require_token(address: str, *, insecure: bool) -> None:
                 return
             raise EnvironmentRefused(f"cluster.ray_address: {address}: {error.details()}") from None
     raise EnvironmentRefused(
-        f"cluster.ray_address: the Ray cluster at {address} runs what anybody sends who reaches it: start Ray on "
+        f"cluster.ray_address: the Ray cluster at {address} runs what any program sends that reaches it: start Ray on "
         "each of its machines, and this service, with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (`ray "
         "get-auth-token --generate` makes one), or set explorer.insecure in a laboratory that no stranger reaches"
     )

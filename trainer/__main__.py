@@ -28,7 +28,7 @@ _STOPPING = "trainer: stopping; waits for the step, or the version, that is unde
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train until told to stop; returns the exit code."""
+    """Train until asked to stop; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tuneloop.trainer", description="Turn rewarded experiences into better weights."
     )

@@ -1,4 +1,4 @@
-"""Fine-tuning jobs on files, as the trainer sees them: their lines become rows, epoch by epoch, and their end is told.
+"""Fine-tuning jobs on files, as the trainer sees them: their lines become rows, epoch by epoch.
 
 In each epoch the lines are shuffled by the job's seed. They are rendered in portions, whenever less than a batch waits,
 so that memory does not depend on the file; and those of an epoch only when all rows of the one before are in a version.
@@ -43,7 +43,7 @@ _NAMED = 20
 #: Rows of a validation file that are scored at once.
 _SCORED = 64
 
-#: So many of the newest events are looked through for the last step that was told.
+#: So many of the newest events are searched for the last step that was reported.
 _LOOKED_THROUGH = 100
 
 
@@ -111,7 +111,7 @@ class FileJobs:
         return changed
 
     def _portion(self, job: Job, index: LineIndex, chosen: Settings, *, most: int) -> TakenLines:
-        """The next lines of the epoch, rendered. What cannot be learnt is left out, and told of in the first epoch."""
+        """The next lines of the epoch, rendered. What cannot be learnt is left out, and reported in the first epoch."""
         epoch, begin = divmod(job.rows_taken, index.lines)
         if self._orders.get(job.id, (-1,))[0] != epoch:
             shuffled = np.random.default_rng([job.seed % (1 << 63), epoch]).permutation(index.lines)
@@ -198,7 +198,7 @@ class FileJobs:
             self._noted[now.job.id] = 0
 
     def note_step(self, now: PolicyTraining) -> None:
-        """Tell of a step, unless a trainer that was killed has told of it."""
+        """Report a step, unless a trainer that was killed has reported it."""
         job, step, learnt = now.job, now.learner.steps, now.learnt
         if job is None or step <= self._last_noted(job):
             return
@@ -223,7 +223,7 @@ class FileJobs:
         self._ledger.jobs.note(job.id, message, data={"step": step} | figures)
 
     def _last_noted(self, job: Job) -> int:
-        """The last step that was told of; -1 before the first."""
+        """The last step that was reported; -1 before the first."""
         if job.id not in self._noted:
             told = self._ledger.jobs.events(job.id, limit=_LOOKED_THROUGH)
             steps = (
@@ -233,7 +233,7 @@ class FileJobs:
         return self._noted[job.id]
 
     def _validation_loss(self, job: Job, now: PolicyTraining) -> float | None:
-        """The loss on the validation file, by the method; None without one, or where it cannot be told."""
+        """The loss on the validation file, by the method; None without one, or where it is unknown."""
         if job.validation_file is None:
             return None
 

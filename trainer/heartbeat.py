@@ -75,7 +75,7 @@ def place_of(thread: threading.Thread) -> str:
 class Heartbeat:
     """A thread that extends the epoch's leases until the block ends, and keeps the alarm about work that stands still.
 
-    If a newer trainer has taken over, it tells the loop to stop, and `overtaken` says by whom. To be made by the thread
+    If a newer trainer has taken over, it stops the loop, and `overtaken` names that trainer. To be made by the thread
     that trains.
     """
 

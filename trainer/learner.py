@@ -63,9 +63,9 @@ class Learner:
     `teacher` is set by who has one, before the first step of an algorithm that asks for it.
     `baselines` is what the algorithm remembers from step to step. Of copies that a GPU is `copying` the next update
     waits for the end. `spoilt` is true once a step failed after some of its updates: the weights from before it are not
-    here, and it must be loaded anew.
+    here, and it must be loaded again.
 
-    Of several `ranks` each has one, and a step is made by all together: rank 0's tells the others."""
+    Of several `ranks` each has one, and a step is made by all together: rank 0's leads the others."""
 
     def __init__(
         self, settings: Settings, *, actor: Actor, critic: Critic | None, reference: Actor | None, ranks: Ranks = ALONE
@@ -137,7 +137,7 @@ class Learner:
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
         """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
         with self.ranks.agree():
-            # This rank's share of `forward_backward`, told by one of those that share rows.
+            # This rank's share of `forward_backward`, returned by one of those that share rows.
             totals = targets.totals
             sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
             for index_B, counts in self._micro_batches(batch, targets.units_B, self.ranks):
@@ -199,7 +199,7 @@ class Learner:
         return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
 
     def imitate(self, rows: Sequence[Sample]) -> Metrics:
-        """Add the gradients of what is to be said, whoever said it, to the masters', by the share that they have."""
+        """Add the gradients of what is imitated to the masters', by the share that they have."""
         batch, share = _collate(assemble(rows, merge=False), tempered=False), self.mixed.share if self.mixed else 0.0
         targets, loss = Targets(mask_BR=batch.mask_BR, sampled_BR=batch.sampled_BR), 0.0
         with self.ranks.agree():

@@ -87,7 +87,7 @@ def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
 
 
 def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
-    """Bring the database up to date, waiting for it unless this is a first start; False if told to stop first."""
+    """Bring the database up to date, waiting for it unless this is a first start; False if asked to stop first."""
     require_restored(settings.job_dir)
     trained_before = (settings.tensorboard_dir / RUN).exists()
     while not stop.is_set():
@@ -286,7 +286,7 @@ class TrainingLoop:
         if not self._publisher.steps_begun:
             if not now.steps.count:
                 now.gate.evaluate(now.learner, now.steps.parent)
-            # An engine that starts reckons what others take of its GPU as its own. Rows come of one that runs.
+            # An engine that starts counts what others take of its GPU as its own. Rows come of one that runs.
             begun = self._committed != now.committed_before or not shares_gpu(self._settings)
             if now.is_cold and begun:
                 now.is_cold = False

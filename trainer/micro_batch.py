@@ -1,5 +1,5 @@
-"""How many tokens go through the model at once: as many as the settings say or the GPU's memory holds by reckoning, or
-as it has turned out to hold.
+"""How many tokens go through the model at once: as many as the settings say, or the GPU's memory holds by computation
+or by trial.
 
 {job_dir}/micro_batch.json    the size that was come down to, the setting that it was come down from, and whether
                               activations are made again
@@ -37,7 +37,7 @@ _FILE = "micro_batch.json"
 #: Below so many tokens most micro-batches are single replies, and halving changes nothing.
 _LEAST = 128
 
-#: So many rows are given up in a row; then it is not them.
+#: So many rows are dropped one after the other; then the cause is another.
 _MOST_GIVEN_UP = 3
 
 _CURE = "lower explorer.rollout_model.gpu_memory_utilization if an engine shares it, or choose a smaller model"
@@ -83,7 +83,7 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
     return chosen
 
 
-#: A mark that has not been touched for so long says that nobody is being answered: three touches may be late.
+#: A mark that has not been touched for so long says that no request is being answered: three touches may be late.
 QUIET_S = 3 * TRAFFIC_S
 _TRAFFIC_LOOK_S = 0.05
 
@@ -99,7 +99,7 @@ class TrafficYield:
         self._seconds = 0.0
 
     def __call__(self) -> None:
-        """Wait until there has been no traffic for `QUIET_S`, or until told to stop."""
+        """Wait until there has been no traffic for `QUIET_S`, or until asked to stop."""
         if self._on_gpu:
             torch.cuda.synchronize()  # Else passes that were begun long ago would go on while this one waits.
         began = time.monotonic()
@@ -127,7 +127,7 @@ def _room(settings: Settings, free: int, total: int) -> int:
 
 
 def must_shard(settings: Settings) -> bool:
-    """Whether shares are better than the whole of what is trained on each GPU; where that cannot be told, they are."""
+    """Whether shares are better than the whole of what is trained on each GPU; where that is unknown, they are."""
     device = device_of(settings)
     if device.type != "cuda":
         return True
@@ -142,7 +142,7 @@ class MicroBatch:
     """The size in tokens, halved whenever memory runs out, and remembered over restarts.
 
     A sequence is not cut. Where one alone is longer, activations are made again, if `trainer.activation_checkpointing`
-    leaves it open, before the size is halved. Where that does not help either, it is given up, so that others are
+    leaves it open, before the size is halved. Where that does not help either, it is dropped, so that others are
     learnt from.
 
     Before each of them requests are let go first, if `trainer.yield_to_traffic`, until `stop` is set; of several ranks
@@ -256,7 +256,7 @@ class MicroBatch:
         return self.tokens
 
     def _shrink_together(self, stepping: ref[Learner]) -> int:
-        """`_shrink` within a step, where the other ranks wait to be told (workers/rank.py)."""
+        """`_shrink` within a step, where the other ranks wait for the order (workers/rank.py)."""
         learner = stepping()
         assert learner is not None
         with learner.ranks.agree():

@@ -31,7 +31,7 @@ from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 
 #: A rank that hangs ends the others after so long; one that dies does so at once.
 _STUCK = timedelta(minutes=30)
-#: Orders are waited for as long as there is no batch, or somebody else whom rank 0 alone waits for.
+#: Orders are waited for as long as there is no batch, or another process that rank 0 alone waits for.
 _QUIET = timedelta(days=3650)
 
 #: Numbers of small tensors that are added up in one call.
@@ -124,10 +124,10 @@ class SequenceGroup:
 
 
 class Ranks:
-    """A rank alone: nobody follows it, and what it has is the sum of all."""
+    """A rank alone: no other follows it, and what it has is the sum of all."""
 
     rank, size = 0, 1
-    #: Those with whom it shares rows, if it does.
+    #: The ranks that it shares rows with, if any.
     sequence: SequenceGroup | None = None
     #: Whether it has but a share of some network: then all ranks make the same passes in the same order.
     is_sharded = False
@@ -144,11 +144,11 @@ class Ranks:
 
     @property
     def reports(self) -> bool:
-        """Whether it tells the numbers of its share: of those that share rows one does."""
+        """Whether it reports the numbers of its share: of those that share rows one does."""
         return self.sequence is None or self.sequence.place == 0
 
     def lead(self, order: Order) -> None:
-        """Tell the others what to do; rank 0 does it itself besides. What the others say is not heard."""
+        """Tell the others what to do; rank 0 does it itself besides. What the others return is ignored."""
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
         """Make each tensor, in its place, the sum of all ranks'."""
@@ -240,7 +240,7 @@ class JoinedRanks(Ranks):
             unit.set_force_sum_reduction_for_comms(enable=True)
         network.run_gathered = _run  # type: ignore[assignment]
         register_fsdp_forward_method(network, "run_gathered")
-        # Of what is returned, a view, nobody changes anything in its place.
+        # What is returned is a view, which is never changed in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:

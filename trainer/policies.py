@@ -348,7 +348,7 @@ class PolicyTraining:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nothing more is to be learnt, until somebody has done something about it."""
+        """Whether nothing more is to be learnt, until a person has acted."""
         return self.rejections.are_too_many or self.finite.too_few
 
     def learn(self, batch: list[Sample]) -> bool:

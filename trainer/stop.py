@@ -1,4 +1,4 @@
-"""How the trainer is told to stop: by a signal, without a lock.
+"""How the trainer is stopped: by a signal, without a lock.
 
 `threading.Event.set` takes a lock that the main thread may hold inside `wait` when the handler interrupts it there: it
 would wait for itself. Here the handler sets a flag, and the interpreter itself writes a byte that ends the wait.
@@ -19,7 +19,7 @@ class Stop(Protocol):
         """Whether to stop."""
 
     def wait(self, timeout: float) -> bool:
-        """Sleep for so many seconds, or until told to stop; whether to stop."""
+        """Sleep for so many seconds, or until asked to stop; whether to stop."""
 
     def set(self) -> None:
         """Tell it to stop, from another thread."""
@@ -60,6 +60,6 @@ class SignalStop:
 
     def _on_signal(self, number: int, _: object) -> None:
         if number == signal.SIGINT and not self._set:
-            with suppress(OSError):  # whoever read it is gone
+            with suppress(OSError):  # its reader is gone
                 os.write(2, self._answer.encode())  # past sys.stderr, which may be in the middle of a line, locked
         self._set = True

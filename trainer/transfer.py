@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def hand_over(made: Tensor, device: torch.device) -> Tensor:
-    """What was made on the CPU, on the device: a GPU takes it when it gets there, and nobody waits for it."""
+    """What was made on the CPU, on the device: a GPU copies it later, and nothing waits for it."""
     if device.type == "cuda" and made.device.type == "cpu":
         return made.pin_memory().to(device, non_blocking=True)
     return made.to(device)
 
 
 def bring_back(made: Tensor) -> Callable[[], Tensor]:
-    """It in main memory, once one calls, from whatever thread: until then nobody waits for a GPU."""
+    """It in main memory, once one calls, from whatever thread: until then nothing waits for a GPU."""
     if made.device.type != "cuda":
         return lambda: made
     here = torch.empty(made.shape, dtype=made.dtype, pin_memory=True).copy_(made, non_blocking=True)

@@ -212,7 +212,7 @@ class _MessageWriter(_TranslatedWriter):
 
 
 class MessagesDialect(Dialect):
-    """Anthropic's messages. `thinks`: engines can tell reasoning from the answer, and so end it at a budget."""
+    """Anthropic's messages. `thinks`: engines can separate reasoning from the answer, and so end it at a budget."""
 
     path, prefix = MESSAGES, "msg_"
 
@@ -337,7 +337,7 @@ _MAX_EVENT_BYTES = 16 << 20
 _SYSTEM = "system"
 _INSTRUCTING = (_SYSTEM, "developer")
 
-#: For so many seconds an answer is trusted: engines of others may be started anew with another template.
+#: For so many seconds an answer is trusted: engines of others may be started again with another template.
 _TRUSTED_S = 60.0
 _ASKING_TIMEOUT_S = 5.0
 
@@ -422,14 +422,14 @@ class SystemTurns:
         return merged, len(turns) + (shape.first != _SYSTEM) - len(merged) if merged else 0
 
     async def _reaches(self, shape: _Shape) -> bool | None:
-        """Whether all instructions are in the prompt, as was last known; None: refused, or nobody was asked."""
+        """Whether all instructions are in the prompt, as was last known; None: refused, or no engine was asked."""
         until, found = self._known.get(shape, (0.0, None))
         engine = least_busy(self._fleet.engines)
         if engine is None or time.monotonic() < until:
             return found
         try:
             async with asyncio.timeout(_ASKING_TIMEOUT_S):
-                # The same of one engine; False too where it merges them itself, which nobody would tell the
+                # The same of one engine; False too where it merges them itself, which the client would not see
                 # client. Raises EngineError.
                 roles = [*filter(None, [shape.first]), "user", *shape.later, *(["user"] if shape.later else [])]
                 short = [{"role": role, "content": _SHORT} for role in roles]

@@ -25,7 +25,7 @@ _HIGH_WATER = 256 << 10
 
 _CONNECT_S = 10.0
 
-#: A request that comes so soon after one that was given up asks the same engine again, in seconds.
+#: A request that comes within so many seconds of a cancelled one asks the same engine again.
 _ASKED_AGAIN_S = 30.0
 
 
@@ -181,7 +181,7 @@ class EngineQuiet:
 
     def begin(self, request: object) -> None:
         now = time.monotonic()
-        # Who gives up and asks again has waited all the time.
+        # A client that cancels and asks again has waited all the time.
         if not self._waiting and (self.received_at >= self._began or now - self._left > _ASKED_AGAIN_S):
             self._began = now
         self._waiting.add(request)
@@ -236,7 +236,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(EngineError(f"the engine does not speak HTTP: {error}"))
+            self._fail(EngineError(f"the engine does not answer in HTTP: {error}"))
             self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -140,7 +140,7 @@ class EngineStarter(Protocol):
 class Engine:
     """One vLLM server: where it answers, what it serves, and how much this process has in flight there.
 
-    `loads` counts how often its weights changed, so that a reply can tell whether they did while it was sampled.
+    `loads` counts how often its weights changed, so that a reply shows whether they did while it was sampled.
     `swaps` counts what begins and ends with another version, be it an adapter beside those that are in flight.
     """
 
@@ -151,7 +151,7 @@ class Engine:
         self._control = control
         #: Of an engine of our own; None: it is of others.
         self.starter: EngineStarter | None = None
-        #: Whether it gets other weights by being started anew with them; it can load them in place otherwise.
+        #: Whether it gets other weights by a start with them; otherwise it can load them in place.
         self.restarts = False
         self.state = EngineState.STARTING
         self.movement = EngineMovement()
@@ -470,7 +470,7 @@ class Fleet:
         version, _ = self._version_of(key)
         self._changed.release()  # for what says that it is loaded
         try:
-            reason = await self._load_version(key.policy, version) if self._load_version else "nobody can load it"
+            reason = await self._load_version(key.policy, version) if self._load_version else "no reload can load it"
         finally:
             await self._changed.acquire()
         if reason:

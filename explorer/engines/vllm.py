@@ -65,7 +65,7 @@ _NO_DOMAIN = "none.invalid"
 #: The metric that says when the process began that answers, in seconds since 1970. Of several API servers none has it.
 _START_TIME = "process_start_time_seconds"
 
-#: The counters that move with each step of an engine, and how long it may take to tell them, in seconds.
+#: The counters that move with each step of an engine, and how long it may take to return them, in seconds.
 _STEPS = re.compile(r"^vllm:(?:iteration_tokens_total_sum|(?:prompt|generation)_tokens_total)(?:{.*})? (\S+)$", re.M)
 _COUNT_S = 5.0
 
@@ -206,7 +206,7 @@ class EngineControl:
     #: Whether `load` changes the weights under what is in flight.
     loads_in_place = True
     rebuilds_grammars = False
-    #: Whether it was told to draft tokens. Of an engine of others it is not known.
+    #: Whether it was started with speculative decoding. Of an engine of others it is not known.
     drafts = False
     renaming: ModelRenaming | None = None
     #: Whether its weights are proven by their fingerprint too; None: it is not known before it is asked.
@@ -259,7 +259,7 @@ class EngineControl:
         return self.drafts or _DRAFTS in await self._get("/metrics/")
 
     async def steps(self) -> float | None:
-        """The sum of its counters of what it reads and samples; None where it does not tell them, or not in time."""
+        """The sum of its counters of what it reads and samples; None where it does not return them, or not in time."""
         try:
             async with asyncio.timeout(_COUNT_S):
                 metrics = (await self._session.get("/metrics/")).text
@@ -496,7 +496,7 @@ class AdapterControl(EngineControl):
                     if proofs == _PROOFS:
                         raise
             if resets != self._resets:
-                raise EngineError("it was started anew while it loaded an adapter")
+                raise EngineError("it was started again while it loaded an adapter")
         except BaseException:
             await self._unload(name)
             raise
@@ -524,7 +524,7 @@ class AdapterControl(EngineControl):
         return name
 
     async def _unload(self, name: str) -> None:
-        """Unload an adapter, unless somebody else needs it."""
+        """Unload an adapter, unless another request needs it."""
         held = {view.renaming.adapter_name for each in self._same_engine for view in each.held.values()}
         if name in held or any(name in each._loaded for each in self._same_engine):
             return

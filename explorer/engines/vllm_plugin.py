@@ -27,7 +27,7 @@ def register() -> None:
     """Called by vLLM, in every process of every engine that runs where tuneloop is installed."""
     if os.environ.get(UNPACKED) == "1":
         # The CPU builds of vLLM 0.26 to 0.33 compute with a packed copy of the weights. They drop, or leave behind, the
-        # parameters that it came from: nobody can sum what is computed with, and a reload renews one of tied weights.
+        # parameters that it came from: what is computed with cannot be summed, and a reload renews one of tied weights.
         layers = importlib.import_module("vllm.model_executor.layers.utils")
         linear = importlib.import_module("torch.nn.functional").linear
 

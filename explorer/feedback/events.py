@@ -29,7 +29,7 @@ MAX_IDS = 100_000
 #: Characters that one call may bring to disk: what is about many replies is stored with each of them.
 MAX_CHARACTERS = 32 << 20
 
-#: Events about one reply, or one run, in one call: each later one is reckoned with all of them.
+#: Events about one reply, or one run, in one call: each later one is computed with all of them.
 MAX_OF_ONE = 100
 
 _SAYS = ("reward", "value", "label", "comment", "demonstration", "preferred_over", "retract")
@@ -48,7 +48,7 @@ class Signal(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry of a feedback body: its signals, what they are about, and from whom.
+    """An entry of a feedback body: its signals, their target, and their source.
 
     `msg_ids` are as the client wrote them; None: the entry is about all of `task_id` and `run_id`. `key_alone`:
     the key is this entry's own, so that the entry is the same wherever in a call it stands.

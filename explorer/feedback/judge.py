@@ -121,7 +121,7 @@ class JudgeLoop:
         first = await asyncio.to_thread(self._ledger.judging.first_sampled_since, since)
         self._last = first - 1
         self._failed = {each for each in self._failed if each >= first}
-        self._done.clear()  # the ledger knows of them by now
+        self._done.clear()  # the ledger has them by now
         self._sweep_at = now + SWEEP_S
         return True
 
@@ -149,7 +149,7 @@ class JudgeLoop:
         return left[:most], left[most].reply.id - 1 if len(left) > most else last
 
     async def _judge_reply(self, candidate: UnjudgedReply, exchange: JudgedExchange | None) -> float | None:
-        """Judge one; None if that is settled, else for how many seconds at least the judge is not to be asked."""
+        """Judge one; None if that is done, else the least number of seconds until the judge is asked again."""
         if exchange is None:
             return None  # deleted meanwhile
         started = time.monotonic()

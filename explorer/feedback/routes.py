@@ -58,7 +58,7 @@ WEAKEST_FIRST = (
 
 _Result = TypeVar("_Result")
 
-#: Replies of each run of which it is told that their reward takes what was said of it.
+#: Replies of each run that an answer names as rewarded by feedback on it.
 _MOST_OF_RUNS = 100
 
 #: A call that names more is worked on in a thread. This many take some milliseconds.
@@ -246,7 +246,7 @@ log = structlog.get_logger()
 #: Tasks in one commit.
 MAX_TASKS = 10_000
 
-#: How long a commit waits for what was acknowledged before it: the clients of Trinity give up after ten seconds.
+#: How long a commit waits for what was acknowledged before it: the clients of Trinity stop waiting after ten seconds.
 _COMMIT_PATIENCE_S = 8.0
 
 

@@ -28,7 +28,7 @@ from tuneloop.shared.errors import (
 
 Json = dict[str, Any]
 
-#: What clients are told in place of errors that name what is only the operator's: hosts, users, files, statements.
+#: What clients get in place of errors that name what is only the operator's: hosts, users, files, statements.
 _PUBLIC_SENTENCES: Mapping[type[TuneloopError], str] = {
     LedgerUnavailable: "the database is away, or still behind; what was acknowledged is safe on disk: try again later",
 }
@@ -67,7 +67,7 @@ _UNSUPPORTED = 415
 #: The engine has had the whole timeout: a retry would most likely take as long.
 _TIMED_OUT = 504
 
-#: Without a time to wait for, waiting does not help: somebody must delete something.
+#: Without a time to wait for, waiting does not help: a person must delete something.
 _TOO_MUCH = 429
 
 #: Trinity's two routes: its clients read `status`.

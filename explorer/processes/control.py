@@ -64,7 +64,7 @@ from tuneloop.shared.settings.types import WITH_SECRETS
 
 log = structlog.get_logger()
 
-#: How long a worker may take to learn of an engine's change; then it is killed, for it could mark replies wrongly.
+#: How long a worker may take to receive an engine's change; then it is killed, for it could mark replies wrongly.
 _LEARN_S = 10.0
 _COUNT_S = 1.0
 #: A worker gets thirty seconds to end its streams, and then some.
@@ -122,7 +122,7 @@ class WorkerProcess:
             self._channel = await Channel.over(ours, answering)
             if self._stopping:
                 process.terminate()
-            await self._channel.run()  # to its end: nobody else has the other one
+            await self._channel.run()  # to its end: no other process has the other one
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _EXIT_S)
         finally:
@@ -148,7 +148,7 @@ class WorkerProcess:
 
 
 async def _kill_when_frozen(worker: WorkerProcess, stops: Callable[[], tuple[Standstill, ...]]) -> None:
-    """End a worker that serves when its event loop stands still: stopped, or blocked. `stops` is what it is told of."""
+    """End a worker that serves when its event loop stands still: stopped, or blocked. `stops` gets the fact."""
     misses = 0
     while misses < _MISSES:
         await asyncio.sleep(_ASK_S)
@@ -314,7 +314,7 @@ class Workers:
                 return StartInfo(data, _views(services), self._database.identity)
             case AnnounceOwner(owner):
                 services.drain.owners.add(owner)
-                worker.owner = owner  # from now on it learns of every change
+                worker.owner = owner  # from now on it receives every change
                 return FleetView(
                     _views(services), services.fleet.split, services.key_watch.table, services.serving.views
                 )
@@ -385,7 +385,7 @@ async def control(settings: Settings, sockets: Sequence[socket.socket]) -> None:
         )
         if settings.explorer.insecure:
             log.warning(
-                "no_authentication", sentence="anybody who reaches this port can chat, give feedback and commit"
+                "no_authentication", sentence="every program that reaches this port can chat, give feedback and commit"
             )
         elif not services.key_watch.table.in_force:
             log.info("no_keys", sentence="programs of this machine need no key; make one: tuneloop keys create")

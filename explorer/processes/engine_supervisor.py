@@ -44,7 +44,7 @@ _LIVED_S = 60.0
 #: How often an engine is asked whether it is healthy, and how many times in a row it may fail to say so.
 _LOOK_S, _MISSES = 0.5, 3
 
-#: An engine that stands still for so many seconds is started again: it was told by then that it does (diagnosis.py).
+#: An engine that stands still for so many seconds is started again: by then an alarm says so (diagnosis.py).
 _STUCK_S = 60.0
 
 #: The states of an engine that was brought up.
@@ -54,7 +54,7 @@ _FRESH = "versions are loaded by fresh engines, as with explorer.on_reload: rest
 
 
 class EngineSupervisor:
-    """Runs an engine of our own. Where the place is spare, nothing runs there until somebody starts an engine."""
+    """Runs an engine of our own. Where the place is spare, nothing runs there until an engine is started."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class EngineSupervisor:
         health_timeout_s: float,
         trial: "FleetTrial | None" = None,
     ) -> None:
-        """`champion` says what to start it with; `trial` finds out whether engines can take up versions in place."""
+        """`champion` says what to start it with; `trial` finds out whether engines can load versions in place."""
         self._engine = engine
         self._process = process
         self._fleet = fleet
@@ -167,7 +167,7 @@ class EngineSupervisor:
                 return reason
             if engine.state is EngineState.READY and self._starts == starts:
                 return reason
-            # Whoever has taken it out of rotation ends it, and starts it anew.
+            # What took it out of rotation ends it, and starts it again.
             await self._fleet.wait_for_state(engine, EngineState.READY, EngineState.DOWN, EngineState.SPARE)
             if engine.state is EngineState.SPARE:
                 return None
@@ -176,7 +176,7 @@ class EngineSupervisor:
         ill = asyncio.ensure_future(_until_ill(self._engine, self._health_timeout_s))
         waiting = {
             asyncio.ensure_future(self._process.wait()): "its process ended",
-            asyncio.ensure_future(self._fleet.wait_for_state(self._engine, EngineState.DOWN)): "it was given up",
+            asyncio.ensure_future(self._fleet.wait_for_state(self._engine, EngineState.DOWN)): "it was cancelled",
             ill: "",
         }
         try:
@@ -286,7 +286,7 @@ class Attachment:
         doubt_restarted: Callable[[Engine, float], Awaitable[None]],
         host: Engine | None = None,
     ) -> None:
-        """`doubt_restarted` is called with an engine that was started anew, and when it was last known not to be.
+        """`doubt_restarted` is called with an engine that was started again, and when it was last known not to be.
 
         In seconds since this machine was started.
         """
@@ -348,7 +348,7 @@ class Attachment:
         return None
 
     async def _see_instance(self, looked_at: float, *, missed: bool) -> None:
-        """Take an engine out of rotation that was started anew since it was proven, and maybe answered since."""
+        """Take an engine out of rotation that was started again since it was proven, and maybe answered since."""
         engine = self._engine
         try:
             instance = await engine.control.instance_id()

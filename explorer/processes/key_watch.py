@@ -39,7 +39,7 @@ class KeyWatch:
             try:
                 self.table = msgspec.json.decode(self._path.read_bytes(), type=KeyTable)
             except (OSError, msgspec.MsgspecError):
-                self.table = KeyTable(in_force=True)  # nobody knows: so nobody comes in
+                self.table = KeyTable(in_force=True)  # unknown, so access is refused
         else:
             _remember(self._path, self.table)
 

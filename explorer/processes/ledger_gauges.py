@@ -188,7 +188,7 @@ class LedgerGauges:
             try:
                 if self._ledger.alarms.keep_own(name, reason, about=about, opened=opened):
                     log.error("alarm_raised", name=name, reason=f"{about}{reason}")
-            except LedgerError as error:  # the next turn tries again; the gauge tells it meanwhile
+            except LedgerError as error:  # the next turn tries again; the gauge shows it meanwhile
                 log.warning("alarm_not_stored", name=name, reason=str(error))
 
     def close(self) -> None:

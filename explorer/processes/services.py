@@ -69,7 +69,7 @@ from tuneloop.shared.telemetry.spans import FinishedSpan, new_span, span_of_vers
 #: Types of models whose head is their embeddings unless their configuration says otherwise.
 _TIED_UNLESS_SAID = ("gemma", "cohere")
 
-#: How often the others are told that this explorer runs, at most.
+#: How often the database records that this explorer runs, at most.
 _SEEN_S = 5.0
 
 #: How often the gauges are brought up to date, at most.
@@ -82,7 +82,7 @@ class Address(NamedTuple):
 
 
 class WorkerReplicas(FleetReplicas, Protocol):
-    """The workers, as the drain's thread tells them; `outbox_status` and `database_away` are what it told last."""
+    """The workers, as the drain's thread reports to them; `outbox_status` and `database_away` are its last report."""
 
     outbox_status: OutboxStatus
     database_away: bool
@@ -195,8 +195,8 @@ class Forgetting:
                 log.info("experiences_purged", state=state.value, count=count)
 
 
-#: Actions that somebody decided on. What follows from one of them for other versions, such as that they retire, is in
-#: the table only.
+#: Actions that a person or a rule decided on. What follows from one of them for other versions, such as that they
+#: retire, is in the table only.
 DECISIONS = (
     VersionAction.CANARY,
     VersionAction.PROMOTED,
@@ -208,7 +208,7 @@ DECISIONS = (
 
 _ANNOUNCED = "announced"
 
-#: Those after which a version is not served although somebody thought that it could be.
+#: Those after which a version is not served although an earlier decision allowed it.
 _AGAINST = frozenset({VersionAction.ROLLED_BACK, VersionAction.REJECTED})
 
 
@@ -222,7 +222,7 @@ class VersionLog:
         *,
         interval_s: float,
     ) -> None:
-        #: Called with each decision that is told, too.
+        #: Also called with each decision that is logged.
         self.tell: Callable[[VersionEvent], None] = lambda event: None
         self._versions, self._explorers = ledger.versions, ledger.explorers
         self._metrics = metrics
@@ -448,7 +448,7 @@ def _supervision(services: ControlServices, ledger: Ledger, own: list[Path], att
     champion = partial(servable_champion, ledger, verifier)
     trial = None
     if settings.explorer.on_reload != "restart" and not settings.model.lora.rank:
-        # Whether they can take up versions in place is to be found out. A head that engines do not renew shows, and one
+        # Whether they can load versions in place is to be found out. A head that engines do not renew shows, and one
         # that shares its numbers with the embeddings does on GPUs.
         config = json.loads((settings.model.model_path / "config.json").read_bytes())
         trial = FleetTrial(fleet, head_is_seen=settings.cluster.gpu_per_node > 0 or not is_tied(config))

@@ -176,9 +176,9 @@ def main() -> None:
     sys.exit(uvloop.run(worker.run(socket.socket(fileno=channel))))
 
 
-#: How often the control process hears what was counted here: so much may be missing when this process is killed.
+#: How often the control process gets what was counted here: so much may be missing when this process is killed.
 _COUNT_S = 5.0
-#: How often workers tell each other what keys have taken: so long each of them may allow a key its whole limit.
+#: How often workers exchange what keys have used: so long each of them may allow a key its whole limit.
 _SHARE_S = 0.25
 
 

@@ -32,7 +32,7 @@ _STAND_IN: Mapping[str, object] = {"messages": [{"role": "user", "content": "a"}
 
 #: Grammars that are remembered, each of so many characters at most; of larger ones the engine is asked each time.
 _REMEMBERED, _LARGEST = 1024, 64 << 10
-#: How long an engine may take to tell one, in seconds.
+#: How long an engine may take to return one, in seconds.
 _TIMEOUT_S = 5.0
 
 

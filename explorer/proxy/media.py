@@ -8,7 +8,7 @@ from tuneloop.shared.errors import RequestRefused
 #: The fields of a request that hold messages, and those of a message or a part that hold parts.
 _HOLDERS, _PARTS = ("messages", "input"), ("content", "output")
 
-#: The fields of a part that name a file. Anthropic's `source` may also tell where a text is from.
+#: The fields of a part that name a file. Anthropic's `source` may also name the origin of a text.
 _MEDIA_FIELDS = ("image_url", "video_url", "audio_url", "file_url", "image", "video", "audio")
 _SOURCE, _UUID = "source", "uuid"
 
@@ -22,7 +22,7 @@ def refuse_remote_files(body: Mapping[str, Any]) -> None:
 
 
 def with_own_uuids(body: dict[str, Any], tenant: str) -> dict[str, Any]:
-    """A copy with each `uuid` as its tenant's: an engine takes what it has under a uuid, whoever sent it."""
+    """A copy with each `uuid` as its tenant's: an engine uses what it has under a uuid, from any sender."""
     if all(part.get(_UUID) is None for param in _HOLDERS for part in _parts(body.get(param))):
         return body
 

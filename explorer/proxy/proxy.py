@@ -99,7 +99,7 @@ class ReplyInFlight:
 
 
 class RequestFailures:
-    """Whose fault a failure is: the version's, where another engine answers; else the request's, or nobody knows."""
+    """Whose fault a failure is: the version's, where another engine answers; else the request's, or it is unknown."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -120,7 +120,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 _BUDGET = "thinking_token_budget"
 
-#: Of them, those that only cut tokens off: an engine with our plug-in tells which are left.
+#: Of them, those that only cut tokens off: an engine with our plug-in returns which are left.
 TRUNCATING = frozenset({"top_p", "top_k", "min_p"})
 
 #: Parameters with which the reply answers not, or not only, the prompt's token ids, with the values that do nothing.
@@ -206,7 +206,7 @@ class Request(NamedTuple):
     def engine_headers(self) -> Mapping[str, str]:
         # vLLM makes its reply's id from this header; the client's own would let it forge the ids of other replies.
         headers = {"X-Request-Id": self.msg_id.removeprefix(self.dialect.prefix), "Content-Type": "application/json"}
-        if "logprobs" in self.added_fields:  # nobody but us reads them
+        if "logprobs" in self.added_fields:  # only the explorer reads them
             headers[wire.HEADER] = wire.PACKED
             if self.sampling.truncated:
                 headers[wire.MASK_HEADER] = "1"
@@ -372,7 +372,7 @@ class RequestParser:
         salt, own = dict[str, object](), upstream.get(_SALT)
         if caller.name and isinstance(own, str | None) and own != "":
             salt = {_SALT: caller.tenant if own is None else f"{caller.tenant}:{own}"}
-        # Engines of others may have no plug-in, and would tell much for a reply that is marked all the same.
+        # Engines of others may have no plug-in, and would return much for a reply that is marked all the same.
         captured = self.capture.asks(msg_id, upstream, truncated=truncated and self._own_engines)
         added = self._added_fields(dialect, upstream, captured=captured) | salt
         encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored))
@@ -423,12 +423,12 @@ def labels_of(body: dict[str, Any], run: RunBinding | None = None, *, train: boo
     if run is None:
         return labels._replace(train=train if consent is None else consent)
     either = [each for each in (consent, run.train) if each is not None]
-    train = all(either) if either else train  # whoever opts out is heard
+    train = all(either) if either else train  # an opt-out always holds
     return labels._replace(task_id=run.task_id, run_id=run.run_id, train=train)
 
 
 def refuse_misplaced(body: dict[str, Any]) -> None:
-    """Raise RequestRefused for consent beside `metadata`: nobody would read it, and the reply would be trained on."""
+    """Raise RequestRefused for consent beside `metadata`: nothing would read it, and the reply would be trained on."""
     for name in _CONSENT:
         if name in body:
             raise RequestRefused(f"write metadata.{name} instead of {name}", code="unknown_parameter", param=name)
@@ -514,7 +514,7 @@ def sampling_of(request: Mapping[str, Any], *, default_temperature: float, holds
         raise RequestRefused("temperature must be a number from 0", code="invalid_value", param="temperature")
     temperature = max(temperature, _LOWEST) if temperature else 0.0
     others = _not_neutral(request, NEUTRAL) if temperature else ["temperature=0"]
-    # Until it is reached it changes nothing, which the reply tells.
+    # Until it is reached it changes nothing, which the reply shows.
     budget = request.get(_BUDGET) if _BUDGET in others else None
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         others.remove(_BUDGET)

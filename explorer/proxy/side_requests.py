@@ -1,7 +1,7 @@
 """Recognises what agents and chat interfaces ask beside the conversation, and who they say asks.
 
 A request for a title, tags, suggestions or a summary has the run's labels, and what is said of the run is not about it.
-Clients have no mark for it, so it is known by the words that they send, or by a field of theirs.
+Clients have no mark for it, so it is known by the words that they send, or by one of their fields.
 """
 
 import re
@@ -28,7 +28,7 @@ _WORDS = re.compile(
 _CLAUDE_CODE, _BILLING = "claude-cli/", "x-anthropic-billing-header"
 _FIELDS = frozenset({"title", "name", "isNewTopic"})
 
-#: Where Codex tells what a request is for; of its conversation it is `turn`.
+#: Where Codex names the purpose of a request; of its conversation it is `turn`.
 _CODEX, _KIND, _TURN = "x-codex-turn-metadata", "request_kind", "turn"
 
 #: What older releases of Claude Code call a user.

@@ -8,7 +8,7 @@ from tuneloop.shared import VERSION
 
 Schema = Mapping[str, Any]
 
-#: By group: each route, the file of docs/ that tells more, and what it does.
+#: By group: each route, the file of docs/ that explains it, and what it does.
 _ROUTES = """\
 Replies
 POST /v1/chat/completions | clients | Answer a conversation. The reply is recorded; its `id` is what feedback names
@@ -236,7 +236,7 @@ def _schema_of(fields: str) -> Schema:
 
 
 class Operation(NamedTuple):
-    """A route. `guide` is the file of docs/ that tells more, `scopes` those of which a key needs one, if any."""
+    """A route. `guide` is the file of docs/ that explains it, `scopes` those of which a key needs one, if any."""
 
     method: str
     path: str

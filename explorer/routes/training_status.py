@@ -149,7 +149,7 @@ def _status(
         "trainer_up": facts.trainer is not None and facts.trainer.up(now),
         "experiences": {state.value: facts.count(state).rows for state in State},
         "reasons": [{"code": reason.code.value, "sentence": reason.sentence} for reason in reasons],
-        "configured": {  # how it trains, which `tune()` compares with what it was told; no path of this machine
+        "configured": {  # how it trains, which `tune()` compares with its arguments; no path of this machine
             "algorithm_type": settings.algorithm.algorithm_type,
             "learning_rate": settings.algorithm.optimizer.lr,
             "group_size": buffer.group_size if buffer.group_by == "task" else None,

@@ -20,7 +20,7 @@ from tuneloop.shared.settings.settings import Settings
 #: Versions of which the curve shows the rewards, and the newest replies of each by which all figures here are made.
 SHOWN, AMONG = 20, 2_000
 
-#: The least age of counts that are made anew, in seconds, and in times of what it takes to make them.
+#: The least age of counts that are made again, in seconds, and in times of what it takes to make them.
 _INTERVAL_S, _INTERVAL_COUNTS = 5.0, 20.0
 
 

@@ -1,4 +1,4 @@
-"""All of the page put together, and what answers at / and /docs: nobody who comes by a bare curl meets a 404."""
+"""All of the page put together, and what answers at / and /docs: a bare curl gets no 404."""
 
 import random
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger, gate: Gatekeepe
     description = orjson.dumps(describe_api())
     model = site.settings.served_model_name
 
-    @router.api_route("/", methods=["GET", "HEAD"])  # Claude Code asks whether somebody is there
+    @router.api_route("/", methods=["GET", "HEAD"])  # Claude Code asks whether the service is there
     async def start(request: Request) -> Response:
         if "text/html" not in request.headers.get("accept", ""):
             answer = {"name": "tuneloop", "version": VERSION, "base_url": f"{_origin(request)}/v1", "links": _LINKS}
@@ -127,7 +127,7 @@ def add_rating(router: APIRouter, site: Site) -> None:
             view["worth"] = "It counts towards the reward." if weight else _WORTHLESS
             if pair is None:
                 return view
-            # In an order that tells nothing; the older one says where to look on.
+            # In an order that reveals nothing; the older one says where to continue.
             answers = random.sample((pair.one, pair.other), 2)
             shown = [{"name": each.name, "text": each.text, "calls": read_calls(each.tool_calls)} for each in answers]
             skip = f"{pair.other.sampled_at!r}_{pair.other.id}"

@@ -63,7 +63,7 @@ SENTENCES = {
     Outcome.ACCEPTED: "Stored. It counts towards the reward as the reward rule says.",
     Outcome.DUPLICATE: "This is recorded already: nothing has changed.",
     Outcome.LATE: "Stored, but too late for this reply's training: it was trained on, has expired, or is closed.",
-    Outcome.PENDING: "Stored on disk; the database takes it up when it is back.",
+    Outcome.PENDING: "Stored on disk; the database gets it when it is back.",
     Outcome.NOT_RECORDED: "Not stored: this reply is not recorded.",
     Outcome.FULL: "Not stored: this reply has as much feedback as may be.",
 }
@@ -251,7 +251,7 @@ _PARSERS = {
 
 
 class Token(NamedTuple):
-    """A token: how it is written, or its id in brackets where nobody could tell. `logprob`: None if not captured."""
+    """A token: how it is written, or its id in brackets where the text is unknown. `logprob`: None if not captured."""
 
     text: str
     id: int

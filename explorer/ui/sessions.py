@@ -49,7 +49,7 @@ class LoginNeeded(RequestRefused):
 
 
 class BrowserSession(NamedTuple):
-    """One browser's session; `key_mark` tells with which key it was begun, empty for people at this machine."""
+    """One browser's session; `key_mark` names the key that it was begun with, empty for people at this machine."""
 
     nonce: str
     expires_at: int
@@ -77,7 +77,7 @@ class EndedSessions:
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # nobody knows: so nobody comes in
+            return True  # unknown, so access is refused
 
 
 class SessionGuard:

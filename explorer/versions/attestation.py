@@ -27,7 +27,7 @@ _LOOK_S = 1.0
 
 #: Two explorers would put their own weights back again and again.
 _NOT_ALONE = (
-    "; it was right before, and this explorer has loaded nothing since: somebody else has, such as another explorer"
+    "; it was right before, and this explorer has loaded nothing since: another process has, such as another explorer"
     " with the same explorer.rollout_model.engine_urls"
 )
 
@@ -113,7 +113,7 @@ class Attestation:
         if fault is None:
             self._note(engine, proof)
             if engine.proof != before:
-                await self._fleet.set_state(engine, EngineState.READY)  # the workers tell clients
+                await self._fleet.set_state(engine, EngineState.READY)  # the workers answer clients
         else:
             await self._set_right(engine, version, probe, fault)
 
@@ -124,7 +124,7 @@ class Attestation:
         self._metrics.has_fingerprint.labels(str(engine.number)).set(engine.proof == "fingerprint")
 
     async def _set_right(self, engine: Engine, version: Version, probe: Probe, fault: _Fault) -> None:
-        """To be called in the same breath as the engine is seen to be ready: then nobody else swaps its weights."""
+        """To be called without an await after the engine is seen to be ready: then nothing else swaps its weights."""
         await self._fleet.set_state(engine, EngineState.RELOADING)
         await self._doubt(engine, version, fault)
         await self._reloader.put_back(engine, version)
@@ -136,7 +136,7 @@ class Attestation:
             if again is None:
                 self._note(engine, proof)
         if again is not None and engine.state is EngineState.READY:
-            await self._fleet.set_state(engine, EngineState.DOWN)  # its supervisor starts it anew
+            await self._fleet.set_state(engine, EngineState.DOWN)  # its supervisor starts it again
             await self._doubt(engine, version, again)
 
     async def doubt_restarted(self, engine: Engine, since_s: float) -> None:

@@ -35,7 +35,7 @@ from tuneloop.shared.settings.settings import Settings
 
 log = structlog.get_logger()
 
-#: Questions at once: to an engine that nobody else asks, and to one that answers clients.
+#: Questions at once: to an engine without other requests, and to one that answers clients.
 _APART, _BESIDE = 8, 2
 
 #: How often a candidate may take the engine down that it is tried on.

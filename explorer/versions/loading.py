@@ -140,7 +140,7 @@ async def _probe_of(version: Version, engine: Engine) -> Probe:
 
 
 async def load(engine: Engine, version: Version, *, fleet: Fleet) -> None:
-    """Swap an engine's weights for a version's: in place, keeping what is in flight, or by starting it anew."""
+    """Swap an engine's weights for a version's: in place, keeping what is in flight, or by starting it again."""
     if not engine.restarts:
         await engine.control.pause("keep")
     await load_paused(engine, version, fleet)
@@ -179,7 +179,7 @@ class Replacements:
         """Whether another engine has taken an engine's place, which has answered until then.
 
         Raises CheckpointRejected if the version is not what it should be, or if no engine runs with it where one does
-        with the version `back_to`. If that does not run there either, there is no room, and the place is given up.
+        with the version `back_to`. If that does not run there either, there is no room, and the place is closed.
         """
         if (place := self.room_beside(engine)) is None:
             return False

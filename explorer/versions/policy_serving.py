@@ -2,7 +2,7 @@
 
 Each version is an adapter under a name of its own, so nothing changes under what is in flight: a request ends with the
 version that it began with. An engine holds a bounded number; of more, the one that was not asked for longest makes
-room, and is loaded again, verified and proven as for the first time, when somebody asks for it.
+room, and is loaded again, verified and proven as for the first time, when a request asks for it.
 """
 
 import asyncio
@@ -122,14 +122,14 @@ class PolicyServing:
                 await self._follow(policy)
             except LedgerUnavailable:
                 raise
-            except (LedgerError, PolicyRefused) as error:  # somebody else has decided meanwhile, or it cannot be served
+            except (LedgerError, PolicyRefused) as error:  # another decision was made meanwhile, or it cannot be served
                 if self._reasons.get(policy.id) != str(error):
                     log.warning("policy_not_followed", policy=policy.name, reason=str(error))
                 self._reasons[policy.id] = str(error)
         await self._spread()
 
     async def _read(self, since: float = math.inf) -> None:
-        """Bring what the workers know of policies up to date, unless that was begun `since` then."""
+        """Send the workers what is known about policies, unless that was begun `since` then."""
         async with self._reading:  # else an older view could come last
             if self._read_began >= since:
                 return
@@ -252,7 +252,7 @@ class PolicyServing:
         began = time.monotonic()
         version = next((each for each in self._lines.get(policy, ()) if each.version == number), None)
         if version is None or policy not in self._policies:
-            return ""  # who asks is told of that in this moment
+            return ""  # the waiting request gets that answer at this moment
         name = self._policies[policy].name
         try:
             probe = await verify_wanted(version, self._verifier, self._ledger)
@@ -327,7 +327,7 @@ class PolicyServing:
                 if version.is_base or number in control.held:
                     return
                 while self._is_full(engine):
-                    # What answers nobody makes room, or else what is not being asked, and was not for longest.
+                    # What answers no request makes room, or else what is not being asked, and was not for longest.
                     idle, answering = await self._fleet.idle_times(engine), self._answering()
                     idle_s = {each: (each not in answering, idle.get(each, math.inf)) for each in control.held}
                     oldest = max(idle_s, key=idle_s.__getitem__)

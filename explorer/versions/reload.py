@@ -47,8 +47,8 @@ _DEATHS = 2
 _UNFIT_S = 30.0
 
 _NOT_OURS = (
-    "engines of engine_urls are not ours to start anew: one that does not come back from a reload with the right "
-    "weights answers nobody until its owner has started it again. If that happens after every version, vLLM reloads "
+    "engines of engine_urls are not ours to start again: one that does not come back from a reload with the right "
+    "weights answers no requests until its owner has started it. If that happens after every version, vLLM reloads "
     "this architecture wrongly: let the explorer start the engines (explorer.rollout_model.engine_num)"
 )
 
@@ -76,7 +76,7 @@ class WeightSwapper:
         self._drain_s = drain_s
         self._least_running = least_running
         self._replacements = Replacements(fleet, probes, drain=self._drain)
-        #: Held while versions are taken up. Who sets an engine's state in the same breath as he sees that it is ready
+        #: Held while versions are loaded. Who sets an engine's state in the same breath as he sees that it is ready
         #: has that engine to himself without it.
         self.swapping = asyncio.Lock()
 
@@ -131,7 +131,7 @@ class WeightSwapper:
         return True
 
     async def _bring_back(self, engine: Engine, champion: Version, *, drain: bool, fit: bool) -> None:
-        """Give an engine in rotation the champion; one whose version is not `fit` answers nobody from now on."""
+        """Give an engine in rotation the champion; one whose version is not `fit` answers no requests from now on."""
         if not fit:
             await self._fleet.set_state(engine, EngineState.RELOADING)
         if await self._replacements.follow(engine, champion):
@@ -204,7 +204,7 @@ class Reloader(WeightSwapper):
             seen = registration_stamp(self._job_dir)
             try:
                 await self.turn()
-            except VersionRefused as error:  # somebody else has decided meanwhile
+            except VersionRefused as error:  # another decision was made meanwhile
                 log.warning("version_not_taken_up", reason=str(error))
             await start_verifier_ahead()
             await wait_for_registration(self._job_dir, seen, at_most_s=self._interval_s)
@@ -329,7 +329,7 @@ class Reloader(WeightSwapper):
             for engine in self._fleet.engines:
                 if engine.state is not EngineState.READY or engine.version == candidate.version:
                     continue
-                if not await self._is_fit(candidate.version):  # somebody else has decided meanwhile
+                if not await self._is_fit(candidate.version):  # another decision was made meanwhile
                     return
                 if self._may_leave(engine):
                     await self._swap(engine, candidate, probe, back_to=champion, drain=self._drain_first)
@@ -357,12 +357,12 @@ class Reloader(WeightSwapper):
         return True
 
 
-#: A candidate that has waited longer for its evaluation is told of, in seconds.
+#: A candidate that has waited so many seconds for its evaluation is logged.
 PATIENCE_S = 300.0
 
 
 class Gate:
-    """Stands between a candidate and whoever would serve it. Raises EnvironmentRefused without tasks or judge."""
+    """Evaluates a candidate before it is served. Raises EnvironmentRefused without tasks or judge."""
 
     def __init__(self, settings: Settings, ledger: Ledger) -> None:
         self.mode = settings.gate.mode

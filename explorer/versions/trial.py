@@ -99,7 +99,7 @@ class CanaryController:
                 await self.turn()
             except LedgerUnavailable:
                 raise
-            except LedgerError as error:  # somebody else has decided meanwhile
+            except LedgerError as error:  # another decision was made meanwhile
                 log.warning("rollout_not_decided", reason=str(error))
 
         await every(self._interval_s, look, task="canary", metrics=self._metrics)
@@ -139,7 +139,7 @@ class CanaryController:
         failures = request_counts(self._totals)
         for number in versions:
             now, then = (counts.get(str(number), Share()) for counts in (failures, self._before))
-            # Of more versions than have series of their own, counts begin anew.
+            # Of more versions than have series of their own, counts begin again.
             counted = {"asked": max(0, now.of - then.of), "failed": max(0, now.found - then.found)}
             if any(counted.values()):
                 until = steady_clock() + _KEPT_S

@@ -282,7 +282,7 @@ def main() -> int:
     if not arguments:  # Who started it has ended.
         return 0
     checkpoint, sha256, version, base, *job_dir = arguments
-    os.nice(_LOW)  # Engines and workers that share these processors are answering somebody.
+    os.nice(_LOW)  # Engines and workers that share these processors are answering requests.
     try:
         for folder in job_dir:
             CheckpointStore(Path(folder)).check_place(Path(checkpoint))

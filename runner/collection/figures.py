@@ -23,7 +23,7 @@ _LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """A figure of `count` units, and its interval; None where there are too few to tell."""
+    """A figure of `count` units, and its interval; None where there are too few."""
 
     value: float
     low: float | None
@@ -105,7 +105,7 @@ _REWARD, _LATENCY = "reward", "latency_s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ABFigure:
-    """A metric of both versions; `difference` is b's mean less a's, and tells something where it is `distinct`."""
+    """A metric of both versions; `difference` is b's mean less a's, and is meaningful where it is `distinct`."""
 
     a: Estimated | None
     b: Estimated | None
@@ -163,7 +163,7 @@ class ABTest:
         self._lock = threading.Lock()
 
     def side_of(self, key: str) -> AB:
-        """Which version a key gets. Another seed shares the keys out anew."""
+        """Which version a key gets. Another seed distributes the keys differently."""
         digest = hashlib.blake2b(f"{self.seed}/{self.a}/{self.b}/{key}".encode(), digest_size=8).digest()
         return "b" if int.from_bytes(digest) < self.share_b * 2**64 else "a"
 

@@ -15,7 +15,7 @@ from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.logs.request_logs import ask_service, stored_turns
 from tuneloop.runner.rewards.reply import ChatMessage, chat_messages, text_of
 
-#: What somebody says of two answers by their places on the page; `skip` leaves it open.
+#: A person's answer about two replies, by their places on the page; `skip` leaves it open.
 PairChoice = Literal["left", "right", "tie", "skip"]
 CHOICES: tuple[PairChoice, ...] = ("left", "right", "tie", "skip")
 
@@ -24,7 +24,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlindPair:
-    """A question with two answers, as they are shown: who gave which only `ids` and `versions` tell.
+    """A question with two answers, as they are shown; only `ids` and `versions` say which version wrote which.
 
     `ids` are the service's ids of the replies, left and right, for feedback; None where they are no replies of it.
     """
@@ -37,7 +37,7 @@ class BlindPair:
 
     @property
     def page(self) -> dict[str, Any]:
-        """What a page may show: nothing that tells who gave which answer."""
+        """What a page may show: nothing that reveals which version wrote which answer."""
         return {"pair_id": self.pair_id, "messages": list(self.messages), "left": self.texts[0], "right": self.texts[1]}
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class BlindPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HumanPreference:
-    """What somebody said of a pair. `sent`: the service has it as feedback; a tie and a skip are not sent."""
+    """A person's answer about a pair. `sent`: the service has it as feedback; a tie and a skip are not sent."""
 
     pair_id: str
     choice: PairChoice
@@ -71,7 +71,7 @@ def arrange(
 
 
 class HumanPreferenceCollector:
-    """Asks a service for pairs, and tells it which answer was preferred.
+    """Asks a service for pairs, and sends it which answer was preferred.
 
     `url` is the service's, without /v1; `source` names who says so. Raises ServiceRefused where the service refuses, or
     is not there.
@@ -103,7 +103,7 @@ class HumanPreferenceCollector:
         return arrange(turns[0], answers[0], answers[1], seed=self._seed)
 
     def record(self, pair: BlindPair, choice: PairChoice) -> HumanPreference:
-        """Send what somebody has chosen to the service, once: training by dpo finds it. Raises ValueError."""
+        """Send a person's choice to the service, once: training by dpo finds it. Raises ValueError."""
         if choice not in CHOICES:
             raise ValueError(f"choice: {choice!r} is none of {', '.join(CHOICES)}")
         made = HumanPreference(pair_id=pair.pair_id, choice=choice, source=self._source)
@@ -112,7 +112,7 @@ class HumanPreferenceCollector:
         better = 0 if choice == "left" else 1
         preferred, rejected = pair.ids[better], pair.ids[1 - better]
         feedback: dict[str, Any] = {"msg_ids": [preferred], "preferred_over": rejected}
-        # The service tells what several people say under one key apart by their names.
+        # The service distinguishes several people under one key by their names.
         feedback["idempotency_key"] = f"prefer-{pair.pair_id}"
         self._ask("POST", "/feedback", feedback | ({"source": self._source} if self._source else {}))
         return replace(made, preferred=preferred, rejected=rejected, sent=True)

@@ -181,10 +181,10 @@ def in_daemon_thread(work: Callable[[], _Result]) -> asyncio.Future[_Result]:
         outcome: object
         try:
             set_, outcome = future.set_result, context.run(work)
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the result
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller that waits for the result
             plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
             outcome = error if plain else RuntimeError(f"it ended with {error!r}")  # others would end the event loop
-        with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop was closed: nothing waits any more
             loop.call_soon_threadsafe(settle, set_, outcome)
 
     threading.Thread(target=run, daemon=True, name="tuneloop-run").start()

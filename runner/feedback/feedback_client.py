@@ -48,7 +48,7 @@ class FeedbackBatch(FeedbackVerbs[None]):
 
 
 class _Client:
-    """What both clients are made of, and what they tell of themselves."""
+    """What both clients are made of, and what they report about themselves."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class FeedbackClient(FeedbackVerbs[Receipt], _Client):
     takes it: after a crash, the next process does that opens the folder. Without one it is sent at once, and
     FeedbackAway or FeedbackRefused say that it was not taken.
 
-    `url` is the service's; `source` says who speaks, unless a call says it; `timeout` is in seconds, of one request.
+    `url` is the service's; `source` names the rater, unless a call does; `timeout` is in seconds, of one request.
     At most `max_bytes` wait in the outbox; then OutboxFull is raised.
     """
 

@@ -161,7 +161,7 @@ class FeedbackOutbox:
         self._others_bytes = waiting - (self._outbox.written - self._sent_bytes)
 
     def close(self) -> None:
-        """Leave what waits to whoever opens the folder next."""
+        """Leave what waits to the process that opens the folder next."""
         self._outbox.close()
         try:
             self.next_batch()  # removes what is all sent

@@ -209,7 +209,7 @@ class Sender:
         self._hang_up()
 
     def _rest(self, seconds: float, *, until_put: bool = False) -> None:
-        """Wait, until somebody is in a hurry or, where nothing waits, until something does."""
+        """Wait, until a caller is in a hurry or, where nothing waits, until something does."""
         with self._changed:
             self._changed.notify_all()
             self._changed.wait_for(

@@ -130,7 +130,7 @@ class FeedbackVerbs(Generic[Given]):
     _source: str | None = None
 
     def reward(self, reply: object, value: float | Score, **options: Unpack[Options]) -> Given:
-        """A number of at most 1e6 in size, or a Score, whose components are told too, each under its own metric."""
+        """A number of at most 1e6 in size, or a Score, whose components are sent too, each under its own metric."""
         if isinstance(value, Score):
             parts = {"reward": value.total} | {name: each for name, each in value.values.items() if each is not None}
             entries = [{"metric": name, "value": _number(each)} for name, each in parts.items()]

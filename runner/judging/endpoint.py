@@ -20,7 +20,7 @@ from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.http_client import absolute_url, header_of_key
 from tuneloop.runner.judging.prompts import Prompt
 
-#: The longest that we wait by ourselves before asking again. Who is told to wait longer raises JudgeAway.
+#: The longest that we wait by ourselves before asking again. A longer wait raises JudgeAway.
 MAX_WAIT_S = 30.0
 
 #: Fields that some endpoints do not know: left out where they refuse them. `store` keeps the question out of storage;
@@ -176,7 +176,7 @@ class Endpoint:
             barred, wait = False, None
             if isinstance(response, httpx.Response):
                 status, wait = response.status_code, retry_after_s(response)
-                barred = status in _NOT_LET_IN or response.is_redirect  # until somebody has changed a setting
+                barred = status in _NOT_LET_IN or response.is_redirect  # until a setting is changed
                 if not barred and status not in _BUSY and status < 500:
                     raise JudgeFailed(*_refusal(response))
             away = JudgeAway(*_refusal(response), retry_after_s=wait)
@@ -192,7 +192,7 @@ def _unknown_field(response: httpx.Response, body: Mapping[str, Any]) -> str | N
     """The field of ours that the endpoint does not take. Only `response_format` is tried without being named."""
     if response.status_code not in {400, 422, 501}:
         return None
-    # Not the whole text: what is quoted at its end may be anybody's words.
+    # Not the whole text: what is quoted at its end may be a user's words.
     named = next((name for name in _OPTIONAL if name in body and name in response.text[:_TELLING]), None)
     return named or ("response_format" if "response_format" in body else None)
 

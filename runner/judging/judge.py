@@ -143,7 +143,7 @@ class LLMJudge:
         api_key: str | None = None,
         **rules: Any,
     ) -> None:
-        """Raises ValueError for what makes no sense, and where nothing says whom conversations are sent to."""
+        """Raises ValueError for what makes no sense, and where nothing says which endpoint gets conversations."""
         url = base_url or os.environ.get("OPENAI_BASE_URL")
         if not url:
             raise ValueError("base_url: name the endpoint that judges, here or in OPENAI_BASE_URL")

@@ -87,7 +87,7 @@ def _prompt(data: Mapping[str, str], task: str) -> Prompt:
         whole = text.replace("</think>", "</ think>").encode(errors="replace").decode()
         left_out = f"\n[… {len(whole) - 2 * half} characters left out …]\n"
         cut[name] = whole if len(whole) <= MAX_SHOWN else f"{whole[:half]}{left_out}{whole[-half:]}"
-    # Whoever wrote the data would have to write a digest of what he writes.
+    # The author of the data would have to write a digest of that data.
     mark = hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
     shown = "\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in cut.items())
     return [{"role": "system", "content": _FAIR}, {"role": "user", "content": f"{shown}\n\n{task}"}]

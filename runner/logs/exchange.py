@@ -65,8 +65,8 @@ class LoggedExchange:
     """What was asked, and what was answered.
 
     `source` is its kind (`tuneloop`, `openai`), `place` the file or URL, and `exchange_id` its name
-    there. Exchanges with one `conversation` may continue each other. `train` is False where somebody said that it must
-    not be trained on. `target`: the reply is an answer as it should be, not just what a model said. `at` is in seconds
+    there. Exchanges with one `conversation` may continue each other. `train` is False where a person refused training
+    on it. `target`: the reply is an answer as it should be, not just what a model said. `at` is in seconds
     since 1970.
     """
 
@@ -127,7 +127,7 @@ def _object(line: str, where: str, broken: BrokenEntries) -> dict[str, Any] | No
 
 
 def may_train(*sources: object) -> bool:
-    """Whether nobody said no: each is a request, a row, a span's attributes, or the metadata of one.
+    """Whether no one of these refuses training: each is a request, a row, a span's attributes, or the metadata of one.
 
     >>> may_train({"metadata": {"tuneloop_train": "false"}}), may_train({"store": False}), may_train({"metadata": None})
     (False, False, True)

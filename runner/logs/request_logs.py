@@ -104,7 +104,7 @@ _TIMEOUT_S = 30.0
 
 
 def read_export(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
-    """The exchanges of an exported file of JSON lines: `experiences`, `sft`, `dpo` or `kto`, told by their fields.
+    """The exchanges of an exported file of JSON lines: `experiences`, `sft`, `dpo` or `kto`, by their fields.
 
     Of `experiences` the newest correction of each choice counts, and rows without messages are left out. A line that
     is no row of these is put to `broken`; without that it raises LogRefused.
@@ -146,7 +146,7 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
         reason = row.get("reason")
         edits = [each["text"] for each in row.get("feedback") or () if each.get("kind") == "demonstration"]
         demonstration: list[ChatMessage] = []
-        if edits and isinstance(edits[-1], str):  # the answer as somebody edited it last
+        if edits and isinstance(edits[-1], str):  # the answer as it was edited last
             edited = json_value(edits[-1])
             demonstration = chat_messages(edited if isinstance(edited, dict) and "role" in edited else edits[-1])
         message = {"role": "assistant", "content": row.get("text"), "tool_calls": list(objects(row.get("tool_calls")))}

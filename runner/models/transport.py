@@ -137,7 +137,7 @@ class _LoopPools(dict[tuple[str, str | None], Any]):
         self.closing = self._close_at_end(loop)
 
     async def _close_at_end(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[None, None]:
-        """Is ended at the latest by whoever ends a loop as asyncio wants it: by its `shutdown_asyncgens`."""
+        """Is ended at the latest by the loop's `shutdown_asyncgens`."""
         try:
             yield
         finally:

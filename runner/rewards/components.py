@@ -126,7 +126,7 @@ def tool_success() -> Component:
 
 
 def invalid_tools(*offered: str | Mapping[str, Any]) -> Component:
-    """How many calls name no tool that was offered, if any was told, or have no JSON object. Weigh it below 0."""
+    """How many calls name no tool that was offered, if any is known, or have no JSON object. Weigh it below 0."""
 
     names = tool_names(offered)
 
@@ -244,7 +244,7 @@ def reward_function(
 ) -> Composite:
     """The reward with these components, each known by its name, times these weights.
 
-    `components` are yours; one of the name of ours takes its place. Raises ValueError for a name that nobody knows,
+    `components` are yours; one of the name of ours takes its place. Raises ValueError for an unknown name,
     a penalty with a weight above 0, and what a Composite refuses.
 
     >>> reward = reward_function({"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5})

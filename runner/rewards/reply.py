@@ -31,7 +31,7 @@ class Reply:
 
     `messages` is the conversation before the text; for a trajectory, all of it but the last text, and the first `shown`
     of the `tool_calls` stand in it. `turns` are the assistant's. `tools` are the names of the tools that were offered,
-    which may be given as a request lists them; none where nobody told them. `expected` and `expected_calls` are what
+    which may be given as a request lists them; none where they are unknown. `expected` and `expected_calls` are what
     would have been right, where that is known; `facts` is what the world made of it, such as who won the game.
     """
 

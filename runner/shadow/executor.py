@@ -126,7 +126,7 @@ class ShadowResult:
 #: Makes the agent of a shadow run: what it returns is called as production was.
 AgentFactory = Callable[[ShadowRun], Callable[..., Any]]
 
-#: The reward: a number, a thumb, or a Score, whose components are told too. None: there is no reward.
+#: The reward: a number, a thumb, or a Score, whose components are sent too. None: there is no reward.
 Reward = float | bool | Score | None
 RewardCalculator = Callable[[ShadowResult], Reward | Awaitable[Reward]]
 
@@ -144,7 +144,7 @@ class ShadowJob:
 
 @dataclass(slots=True, kw_only=True)
 class ShadowExecutor:
-    """Makes the shadow runs of calls, each for at most `timeout_s`, tells their rewards, and commits them."""
+    """Makes the shadow runs of calls, each for at most `timeout_s`, sends their rewards, and commits them."""
 
     service: str
     model: str

@@ -192,7 +192,7 @@ def _take_marks_of_next() -> tuple[str, ...]:
 
 
 def copy_or_same(thing: T) -> T:
-    """A copy that nobody else changes; the thing itself where it cannot be copied."""
+    """A copy that nothing else changes; the thing itself where it cannot be copied."""
     try:
         return copy.deepcopy(thing)
     except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way

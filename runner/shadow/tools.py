@@ -236,7 +236,7 @@ class _Tool:
             try:
                 with in_context(replay):
                     return await work, None
-            except Exception as error:  # noqa: BLE001 - the shadow run's to hear of
+            except Exception as error:  # noqa: BLE001 - an outcome of the shadow run
                 return None, error
             except (SystemExit, asyncio.CancelledError) as error:  # they would end the loop, or the runner's task
                 return None, RuntimeError(repr(error))

@@ -69,7 +69,7 @@ class TrainingRunner:
 
     Inputs are copied in the app's thread, or by `capture`. Shadow runs go on in a thread of the app's process. With
     `queue`, a folder, this process runs none: it leaves the selected calls there, as JSON, for a process that
-    `python -m tuneloop.runner shadow` starts, which is told the other settings.
+    `python -m tuneloop.runner shadow` starts, which gets the other settings.
     """
 
     service: str = ""
@@ -117,7 +117,7 @@ class TrainingRunner:
         return TrainingRunnerBuilder()
 
     def start(self) -> Self:
-        """Begin, in a forked child anew. Before, wrapped functions do as they would without this."""
+        """Begin, in a forked child again. Before, wrapped functions do as they would without this."""
         self._leave_to_parent()
         if self._worker is not None or is_shadow_process():
             return self
@@ -169,7 +169,7 @@ class TrainingRunner:
             return
         if self._executor is not None:
             self._executor.feedback.close(0)  # which since the fork has only what is said in the child
-        # Kept: its event loop is the parent's too, and would be closed when nobody refers to it.
+        # Kept: its event loop is the parent's too, and would be closed when nothing refers to it.
         self._parents, self._worker = self._worker, None
         self._executor = self._temporary = None
         self._counts = ShadowCounts()  # the lock of the old ones may be held, by a thread that is not here
@@ -260,7 +260,7 @@ class TrainingRunner:
         worker = self._worker
         if current_trace() is not None or isinstance(current(), Replay):
             return None
-        marks = take_marks()  # of this call, whether or not anybody asks for them
+        marks = take_marks()  # of this call, whether or not they are read
         if worker is None or not worker.running:
             return None
         self._counts.add("calls")

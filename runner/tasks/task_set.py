@@ -71,7 +71,7 @@ def offers_tools(*names: str) -> ExchangeFilter:
 class ImportedTask:
     """A task: what a user asked, as `messages`, of which `question` is the last one's text.
 
-    `answer` is what would be right, where somebody said so; `reply` is what a model answered, right or wrong, with
+    `answer` is what would be right, where a person said so; `reply` is what a model answered, right or wrong, with
     `reward` and the `expected_calls` of tools if there were any on the way to an answer. `provenance` says where it
     comes from: `source`, `place`, `ids`, `conversation`, and `parent` of one that a model made of another. `scores` are
     a judge's.

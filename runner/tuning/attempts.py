@@ -96,7 +96,7 @@ _GRACE_S = 5.0
 #: Who keeps the event loop for so many seconds without an `await` is named.
 _HELD_S = 1.0
 
-#: Of the time until a timeout, what a wait of so many seconds takes longer does not count: somebody held the loop.
+#: Of the time until a timeout, what a wait of so many seconds takes longer does not count: another task held the loop.
 _SLICE_S = 0.25
 
 
@@ -128,7 +128,7 @@ async def call_within(
 
 
 class _Watched:
-    """A coroutine, of which it is told how long it keeps the event loop between two awaits."""
+    """A coroutine whose longest time without an await is measured."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], note_held: Callable[[float], object]) -> None:
         self._coroutine, self._note_held = coroutine, note_held

@@ -1,4 +1,4 @@
-"""What tune() is told, checked: models, the algorithm, workflows and judges, and the settings of a service."""
+"""The arguments of tune(), checked: models, the algorithm, workflows and judges, and the settings of a service."""
 
 import inspect
 import math
@@ -191,7 +191,7 @@ def _owner(config: Any) -> str:
 #: The name of the model that is trained if there is one only.
 MAIN = "model"
 
-#: Runs at once, and seconds that a run may take, where nobody says otherwise.
+#: Runs at once, and seconds that a run may take, by default.
 CONCURRENCY, RUN_TIMEOUT_S = 64, 600.0
 
 #: Of which kind arguments are, and how to say it.

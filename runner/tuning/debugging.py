@@ -39,8 +39,8 @@ _COUNT_S = 30.0
 class DebugReport:
     """What came of one run. `metrics` are the workflow's and the judge's.
 
-    `calls` are those that `model` made, `stored` what the service knows of all; None where there is no service of ours,
-    or it does not say. `own_clients`: whether the workflow can have had calls that only a service would know of.
+    `calls` are those that `model` made, `stored` what the service has of all; None where there is no service of ours,
+    or it does not say. `own_clients`: whether the workflow can have had calls that only a service has.
     """
 
     response: Any = None
@@ -110,7 +110,7 @@ def debug_run(
     judge: Callable[..., Any] | None = None,
     auxiliary: Mapping[str, CallDefaults] | None = None,
 ) -> DebugReport:
-    """Run them once; an exception of theirs is raised as it is. Raises TuneRefused for wrong signatures."""
+    """Run them once; an exception of either is raised as it is. Raises TuneRefused for wrong signatures."""
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)

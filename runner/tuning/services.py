@@ -107,7 +107,7 @@ class ServiceClient:
             await asyncio.sleep(_LONGEST_PAUSE_S / 10)
 
     async def until_ready(self, timeout_s: float | None = None, say: Callable[[str], None] | None = None) -> None:
-        """Return when it can answer requests; until then `say` is told what it waits for, whenever that changes."""
+        """Return when it can answer requests; until then `say` gets what it waits for, whenever that changes."""
         await self._patiently(lambda: self._http.get("/health/ready", timeout=10.0), timeout_s, say)
 
     async def until_answers(self, timeout_s: float) -> None:
@@ -138,7 +138,7 @@ class ServiceClient:
                 f"the service at {self.url} has no policy {self.policy}, and makes none for this api_key: give that of"
                 f" an administrator, or make it there by tuneloop policies create {self.policy} {said}"
             )
-        for _ in range(100):  # the service's workers learn of it within a second
+        for _ in range(100):  # the service's workers get it within a second
             if (await self._patiently(lambda: self._http.get(f"/v1/models/{self.policy}"), also={404})).is_success:
                 break
             await asyncio.sleep(_LOOK_S)
@@ -379,7 +379,7 @@ class ServiceProcess:
             )
 
     def check(self) -> None:
-        """Raise ServiceAway if it has ended, and TuneRefused if what it was told makes no sense."""
+        """Raise ServiceAway if it has ended, and TuneRefused if its arguments are inconsistent."""
         if (code := self._process.poll()) is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:]
             if code == _REFUSES_SETTINGS:
@@ -416,7 +416,7 @@ def find_command() -> list[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -506,7 +506,7 @@ class ServiceOpener:
         return found
 
     async def _join(self, url: str, policy: str | None = None) -> ServiceClient:
-        """Raises ServiceAway unless somebody answers there soon, if only that it is not ready yet."""
+        """Raises ServiceAway unless a service answers there soon, if only that it is not ready yet."""
         options = self._options
         client = ServiceClient(url, api_key=options.api_key, policy=policy, timeout_s=options.timeout_s)
         await self._stack.enter_async_context(client)

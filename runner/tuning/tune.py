@@ -150,7 +150,7 @@ async def _tune(call: Call) -> TuneResult:
         if state.header is not None and state.header["fingerprint"] != fingerprint:
             raise TuneRefused(
                 f"{journal.path} was begun with other tasks, batch_size, group_size, shuffle or seed: resume with "
-                "those, or start anew without resume=True"
+                "those, or start again without resume=True"
             )
         if state.ended and state.first_step(plan) == plan.total_steps:
             view.say("all steps of it are made")

@@ -128,7 +128,7 @@ class RunnerCurves:
 
 
 class View(Protocol):
-    """What the loop tells."""
+    """What the loop reports."""
 
     def say(self, sentence: str) -> None:
         """Show a sentence."""

@@ -18,7 +18,7 @@ GIB = 1 << 30
 EXPLORER_BASE, WORKER_BASE, TRAINER_BASE, CUDA_BASE = 150 << 20, 130 << 20, 500 << 20, 1 * GIB
 _CPU_ENGINE_BASE, _GPU_ENGINE_BASE = 1150 << 20, 3 * GIB
 
-#: vLLM's CPU build keeps so much for keys and values unless told otherwise (explorer/engines/vllm.py).
+#: vLLM's CPU build keeps so much for keys and values unless an argument says otherwise (explorer/engines/vllm.py).
 _CPU_CACHE_BYTES = 1 * GIB
 
 #: Logits exist for so many reply tokens at a time (trainer/models/head.py), with so many bytes each on an H200.

@@ -1,4 +1,4 @@
-"""Whether the trainer keeps up with what is committed: from what it notes of each version, and what would mend it."""
+"""Whether the trainer keeps up with what is committed: from its notes of each version, and what would help."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -85,7 +85,7 @@ def _file(job_dir: Path) -> Path:
 
 
 def _read(file: Path) -> list[VersionPace]:
-    """What was written; nothing if there is none, or none that can be read: the figures begin anew then."""
+    """What was written; nothing if there is none, or none that can be read: the figures begin again then."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[VersionPace])
     except (OSError, msgspec.MsgspecError):

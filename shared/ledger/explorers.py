@@ -53,7 +53,7 @@ def require_lead(connection: Connection, lead: Lead | None, now: float) -> None:
 
 class Explorers(LedgerPart):
     def see(self, name: str, *, address: str, release: str, version: int | None) -> None:
-        """Note that an explorer runs, and what it serves. Those that nobody saw for a week are forgotten."""
+        """Note that an explorer runs, and what it serves. Those that were not seen for a week are removed."""
         now = self._clock()
         row = {"address": address, "release": release, "version": version, "seen_at": now}
         with self._write() as connection:

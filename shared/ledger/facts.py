@@ -182,8 +182,8 @@ class ExplorerFacts(NamedTuple):
 class Facts:
     """Everything at the moment `now`; without a ledger, `away` says why there is none.
 
-    `stops` are those that the running explorer tells of.
-    `disk`: what the next checkpoint needs and finds, once a version tells how large it is and its folder can be seen.
+    `stops` are those that the running explorer reports.
+    `disk`: what the next checkpoint needs and finds, once a version says how large it is and its folder can be read.
     """
 
     now: float

@@ -1,6 +1,6 @@
 """The keys that clients are let in by: who may do what, for which tenant, how much of it, and until when.
 
-A key is told once, when it is made. The database has its SHA-256: 256 random bits cannot be guessed, so a slow hash,
+A key is shown once, when it is made. The database has its SHA-256: 256 random bits cannot be guessed, so a slow hash,
 which a password needs, would protect nothing more.
 """
 
@@ -102,7 +102,7 @@ def check_grant(grant: KeyGrant) -> None:
 
 class Keys(LedgerPart):
     def create(self, grant: KeyGrant, *, actor: str) -> tuple[AccessKey, str]:
-        """A new key, and its secret, which nobody is told again. Raises KeyRefused."""
+        """A new key, and its secret, which is never shown again. Raises KeyRefused."""
         check_grant(grant)
         secret = PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
         digest, now = digest_of(secret), self._clock()

@@ -2,7 +2,7 @@
 
 Number 0 is the default policy. A policy begins with a version that has the weights of its parent, so that every version
 is of one policy. All lines take their numbers from one sequence. A fine-tuning job is a policy with a file to learn
-from, an end, and events that tell of it.
+from, an end, and events.
 """
 
 import re
@@ -120,7 +120,7 @@ class Policies(LedgerPart):
                 raise PolicyRefused(f"there is no policy {number}")
 
     def delete(self, number: int, *, by: str) -> None:
-        """Let it answer nobody any more; what waits is dropped, and a job of it cancelled. Raises PolicyRefused."""
+        """End its answers; what waits is dropped, and a job of it cancelled. Raises PolicyRefused."""
         if number == DEFAULT:
             raise PolicyRefused("the default policy cannot be deleted")
         with self._write() as connection:
@@ -409,7 +409,7 @@ class Jobs(LedgerPart):
     def change(
         self, job_id: str, state: JobState, message: str, *, options: Mapping[str, Any] | None = None, **values: Any
     ) -> Job:
-        """Bring a job to a state, and tell why in an event; `options` become its policy's, beside those it has."""
+        """Bring a job to a state, with the reason in an event; `options` are added to its policy's."""
         with self._write() as connection:
             change_state(connection, job_id, state, message, self._clock(), values)
             if options is not None:

@@ -1,7 +1,7 @@
 """The verbs about raters: list them, put one into quarantine, let one out again.
 
-A rater in quarantine is heard no more: what it said is kept, and what comes is stored, but rewards, pairs and edited
-answers are made without it; those that are not trained on yet are made anew at once, also after a crash in between.
+A rater in quarantine counts no more: its feedback is kept, and what comes is stored, but rewards, pairs and edited
+answers are made without it; those that are not trained on yet are computed again at once, or after a crash.
 """
 
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class Raters(RewardsPart):
         self._decide(tenant, name, RaterState.ACTIVE, by=by, reason=reason)
 
     def settle(self) -> None:
-        """Make the rewards anew that raters had a part in of whom it was decided."""
+        """Compute again the rewards that the decided-on raters had a part in."""
         for row in self._read(select(raters).where(~raters.c.settled)):
             replies = sorted(self._replies_of(row.tenant, row.name))
             for begin in range(0, len(replies), _PAGE):

@@ -38,7 +38,7 @@ _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
 _counted = experience_counts.c
 _COUNTS = select(_counted.state, func.sum(_counted.rows)).group_by(_counted.state)
 
-#: So many of the newest replies are looked at for names, and for what is not trained on.
+#: So many of the newest replies are checked for names, and for what is not trained on.
 _NEWEST = 2_000
 
 _sampled = experiences.c.sampled_at

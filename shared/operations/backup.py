@@ -54,7 +54,7 @@ FORMAT = 3
 #: Why the version before the next one is none.
 LEFT_OUT = "restored from a backup: versions up to this number may have been published after it"
 
-#: How often a snapshot is taken anew because the trainer pruned a version that it names in that very moment.
+#: How often a snapshot is taken again because the trainer pruned a version that it names in that very moment.
 _TRIES = 5
 
 _MANIFEST, _OUTBOX, _CHECKPOINTS = "manifest.json", "outbox", "checkpoints"

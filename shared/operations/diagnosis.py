@@ -1,7 +1,7 @@
 """What stands still, and why no training step is happening: from facts to sentences with a cure.
 
 The one file of rules behind `/health/ready`, the reasons of `/training`, the gauges, the alarms and `tuneloop doctor`.
-That a process lives says nothing of whether it moves, so each part tells when it last moved. Pure: the caller brings
+That a process lives says nothing of whether it moves, so each part reports when it last moved. Pure: the caller brings
 the facts.
 """
 
@@ -18,10 +18,10 @@ from tuneloop.shared.logging import visible
 #: Records that have waited in the outbox for so many seconds are stuck.
 OUTBOX_WAITS_S = 60.0
 
-#: What is asked for something and has not moved for so many seconds stands still, so that it is told within a minute.
+#: What is asked for something and has not moved for so many seconds stands still: the alarm comes within a minute.
 STILL_S = 40.0
 
-#: The same of a disk that is to take a record, of the control process, which speaks to its workers each second, and of
+#: The same of a disk that is to take a record, of the control process, which sends to its workers each second, and of
 #: a judge, of which a slow one takes half a minute.
 APPEND_S, CONTROL_S, JUDGE_S = 10.0, 15.0, 50.0
 
@@ -63,7 +63,7 @@ _NAMED = 5
 
 DISK_FULL = "disk_full"
 
-#: The alarm that makes engines tell all log-probabilities again: those that the trainer recomputes are others.
+#: The alarm that makes engines return all log-probabilities again: those that the trainer recomputes are others.
 CAPTURE_MISMATCH = "capture_mismatch"
 
 WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
@@ -165,7 +165,7 @@ def why_not_ready(stops: Sequence[Standstill], *, has_engine: bool, storage: str
 
 
 def find_silent_trainer(ledger: LedgerFacts, now: float) -> str | None:
-    """What is told of a trainer that was not seen any more, and has not said that it stops."""
+    """The sentence about a trainer that was not seen any more, and has not said that it stops."""
     trainer = ledger.trainer
     if trainer is None or trainer.ended_at is not None or trainer.up(now):
         return None

@@ -70,10 +70,10 @@ class DoctorReport(NamedTuple):
 
     `open_versions` are the waiting candidate, the canary and the pinned version. `lost_files` names files of versions
     that no engine could load now. `older` says what knows more than the ledger, `unseen` names files of outboxes that
-    nobody has seen for two hours, `restoring` says that a restore has not come to its end. `engines` are those of the
-    explorer that answers where the settings say, None without one; `pace` is that of the last minutes, None without two
-    versions in them. `explorers` are all that it knows. `not_stored` counts the replies of a week that were not kept.
-    `unmerged` says why calls of the newest runs are not one sequence in training.
+    no explorer has seen for two hours, `restoring` says that a restore has not come to its end. `engines` are those
+    of the explorer that answers where the settings say, None without one; `pace` is that of the last minutes, None
+    without two versions in them. `explorers` are all that it knows. `not_stored` counts the replies of a week that
+    were not kept. `unmerged` says why calls of the newest runs are not one sequence in training.
     """
 
     facts: Facts
@@ -365,7 +365,7 @@ def find_open_versions(ledger: Ledger, settings: Settings) -> tuple[OpenVersion,
             *holding,
             *_at_the_gate(ledger, settings, candidate),
         ]
-        lasting = "the explorer has not taken it up yet; if that lasts, its log says why"
+        lasting = "the explorer has not loaded it yet; if that lasts, its log says why"
         found.append(OpenVersion(candidate.version, "waits", candidate.created_at, "; ".join(reasons) or lasting))
     return tuple(found)
 

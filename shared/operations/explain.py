@@ -15,7 +15,7 @@ from tuneloop.shared.outbox_status import OutboxStatus
 from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 
-#: What a committed reply may wait for, as it is told to a tenant: the diagnosis tells of all tenants' rows.
+#: What a committed reply may wait for, as a tenant reads it: the diagnosis covers all tenants' rows.
 _WAITS = {
     Code.STEPS_DONE: "all steps of trainer.total_steps are done",
     Code.NO_TRAINER: "no trainer is running",
@@ -37,7 +37,7 @@ _FATES = {
     Fate.NO_WEIGHT: "does not count: its metric has no weight in reward.weights",
     Fate.NO_VALUE: "does not count: the label has no value in reward.label_values",
     Fate.OUT_OF_WINDOW: "does not count: it came after reward.attribution_window",
-    Fate.SETTLED: "does not count: a trusted rater's word settles the metric",
+    Fate.SETTLED: "does not count: a trusted rater's feedback alone decides the metric",
     Fate.RUN_FEEDBACK_UNUSED: "does not count: the reply has feedback of its own under this metric",
     Fate.UNFINISHED_RUN: "does not count: the run's last call was cut off (reward.unfinished_runs)",
     Fate.QUARANTINED: "does not count: its rater is in quarantine",
@@ -114,7 +114,7 @@ def explain(
     tenant: str | None = None,
     sees_all: bool = True,
 ) -> Explanation:
-    """What happened to a reply or choice, of any or one tenant; unless `sees_all`, nothing tells of others'."""
+    """What happened to a reply or choice, of any or one tenant; unless `sees_all`, nothing is said about others'."""
     msg_id, _, choice = reply_id.partition(":")
     history = ledger.reply_histories.get(msg_id, tenant)
     if history is None:

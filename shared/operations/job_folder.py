@@ -26,7 +26,7 @@ _INSTEAD = "name PostgreSQL, postgresql://user:password@host/database"
 
 
 def claim_folder(job_dir: Path, ledger: Ledger) -> None:
-    """Make the folder this experiment's, with a mark. Raises EnvironmentRefused where the ledger knows of another."""
+    """Make the folder this experiment's, with a mark. Raises EnvironmentRefused where the ledger has another."""
     mark = folder_mark(job_dir)
     if mark is None and ledger.explorers.folder() is None:
         mark_folder(job_dir)
@@ -82,7 +82,7 @@ _OF_NETWORKS = {
     **{0x6969: "NFS", 0x517B: "SMB", 0xFE534D42: "SMB", 0xFF534D42: "CIFS", 0x5346414F: "AFS", 0x6B414653: "AFS"},
     **{0x00C36400: "CephFS", 0x0BD00BD0: "Lustre", 0x47504653: "GPFS", 0x19830326: "BeeGFS", 0x01161970: "GFS2"},
 }
-#: What may be of a network, or of this machine: it is not told which.
+#: File systems that may be of a network or of this machine: the kernel does not say which.
 _OF_EITHER = {0x65735546: "FUSE", 0x01021997: "9P", 0x786F4256: "VirtualBox"}
 
 #: Of which a file system says nothing: whatever it can do, it has no room now.

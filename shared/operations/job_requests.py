@@ -1,4 +1,4 @@
-"""Makes a fine-tuning job of what OpenAI's API takes to create one, and tells how jobs are, a line each."""
+"""Makes a fine-tuning job of what OpenAI's API takes to create one, and describes jobs, a line each."""
 
 import re
 import time

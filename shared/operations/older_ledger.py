@@ -1,4 +1,4 @@
-"""Notices that a database is older than the checkpoints that were made with it: somebody put back the database alone.
+"""Notices that a database is older than the checkpoints that were made with it: the database alone was restored.
 
 Numbers of versions and epochs only grow, and each is written down beside the checkpoints, too. Records need no such
 look: the explorer offers those that are still in its outbox to a database that has lost them.

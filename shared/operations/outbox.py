@@ -44,7 +44,7 @@ def retry(settings: Settings, ledger: Ledger, refused: dict[str, RefusedRecord])
     records, damaged = 0, []
     for name, each in refused.items():
         payload = ledger.recording.refused_payload(each.file, each.end_offset)
-        if payload is None:  # somebody else was quicker
+        if payload is None:  # another process was quicker
             continue
         try:
             decode(payload)

@@ -211,7 +211,7 @@ def _valid(pattern: re.Pattern[str], text: str, kind: Callable[[str], object]) -
 
 
 def api_keys(text: str) -> Iterator[Range]:
-    """Keys that can be told by what they begin with."""
+    """Keys that their first characters identify."""
     if any(sign in text and search(text) for sign, search in _API_KEY_BEGINS.items()):
         for found in _API_KEY.finditer(text):
             if found.group().startswith(_LETTERS_ONLY) or any(map(str.isdigit, found.group())):  # else joined words
@@ -287,7 +287,7 @@ class Span(NamedTuple):
 
 
 class Detector:
-    """What the settings want found; `slow`: longer than an event loop waits; `timed_out` hears what took too long."""
+    """What the settings want found; `slow`: longer than an event loop waits; `timed_out` gets what took too long."""
 
     def __init__(
         self,
@@ -422,6 +422,6 @@ def presidio(settings: PrivacySettings) -> Analyzer:
 
 
 def redact_crash_reports(settings: PrivacySettings) -> None:
-    """Redact what errors tell, without Presidio, and write no core file: of this process and those that it starts."""
+    """Redact errors, without Presidio, and write no core file: of this process and those that it starts."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     clean_errors(Detector(settings.model_copy(update={"presidio": ()})).redact)

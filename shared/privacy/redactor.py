@@ -27,7 +27,7 @@ REASON = "redacted"
 #: Fields of a request that an engine makes no tokens of.
 _BESIDE_THE_PROMPT = frozenset({"metadata", "user", "safety_identifier", "prompt_cache_key", "store"})
 
-#: The field of a request that names a reply, and the names that are ours: they stay, or nobody could go on from it.
+#: The field of a request that names a reply, and the names that are ours: they stay, for clients to continue.
 _CONTINUED = "previous_response_id"
 _OUR_NAME = re.compile(r"(?:resp_|chatcmpl-|cmpl-|msg_)[0-9a-vA-V]{40}(?::\d{1,8})?", re.ASCII)
 
@@ -132,7 +132,7 @@ class Redactor:
         if not work.values:
             return replace(exchange, **names) if names != _names(exchange) else exchange
         self._count(work.kinds)
-        # What was found beside the prompt only may stand in it all the same, where no pattern tells it by itself.
+        # What was found beside the prompt only may stand in it all the same, where no pattern finds it by itself.
         shown = shown or (None in spellings and work.changes([prompt, *map(_reply_parts, exchange.experiences)]))
         return replace(
             exchange,
@@ -175,7 +175,7 @@ class Redactor:
         return cleaned
 
     def _spellings(self, experience: Experience) -> tuple[Spelling, Spelling] | None:
-        """The prompt and the reply as their ids spell them; None where that cannot be told."""
+        """The prompt and the reply as their ids spell them; None where that is unknown."""
         vocabulary = self._vocabulary
         if vocabulary is None:
             return None
@@ -198,7 +198,7 @@ class Redactor:
         )
         if experience.grammar and work.changes(experience.grammar.spec):
             cleaned = replace(cleaned, grammar=None, unsampled=cleaned.unsampled or REASON)
-        if spellings is None:  # nobody knows which ids they are
+        if spellings is None:  # it is unknown which ids they are
             if not shown:
                 return cleaned
             gone = {"prompt_ids": b"", "completion_ids": b"", "logprobs": b"", "grammar": None}

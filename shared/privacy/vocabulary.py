@@ -1,4 +1,4 @@
-"""What each token id stands for, in bytes: it tells which ids of a prompt or a reply spell a span of text.
+"""What each token id stands for, in bytes: it says which ids of a prompt or a reply spell a span of text.
 
 It is read from the `tokenizer.json` of the model, of which no library is needed for that: a token stands for the same
 bytes wherever it comes.
@@ -33,7 +33,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, model: Path) -> Self | None:
-        """That of a model, by its folder or its name in Hugging Face's cache; None where it cannot be told."""
+        """That of a model, by its folder or its name in Hugging Face's cache; None where it is unknown."""
         try:
             return cls(_pieces(orjson.loads((cached_folder(model) / _FILE).read_bytes())))
         except (OSError, LookupError, TypeError, ValueError, AttributeError):

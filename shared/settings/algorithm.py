@@ -295,7 +295,7 @@ class AlgorithmSettings(Section):
 
     @property
     def of_imported_replies(self) -> bool:
-        """Whether it learns from single replies that nobody sampled here."""
+        """Whether it learns from single replies that were not sampled here."""
         imitates = self.algorithm_type == "sft" and self.sft.targets != "demonstrations"
         alone = self.algorithm_type in {"raft", "kto"}
         return imitates or alone or (self.algorithm_type == "distill" and self.of_any_reply)

@@ -66,7 +66,7 @@ class JudgeSettings(Section):
     timeout: ClassVar[float] = 60.0
     #: How often a question is asked again that found the judge busy or away, before all replies wait for it.
     retries: ClassVar[int] = 2
-    #: The least and the greatest score: five are told apart by people and models; a rubric has its own.
+    #: The least and the greatest score: people and models distinguish five; a rubric has its own.
     scale: ClassVar[tuple[int, int]] = (1, 5)
     #: How often a reply is judged: at temperature 0 once says all.
     samples: ClassVar[int] = 1
@@ -79,7 +79,7 @@ class JudgeSettings(Section):
 
     @property
     def own_source(self) -> str | None:
-        """The same, which nobody else may use; None where there is no judge."""
+        """The same, which no other caller may use; None where there is no judge."""
         return self.source if self.url else None
 
     def contradictions(self) -> Iterator[str]:

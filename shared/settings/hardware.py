@@ -115,7 +115,7 @@ def trainer_on_gpu(settings: Settings) -> bool:
 
 
 def users_of_gpus(settings: Settings) -> dict[int, list[str]]:
-    """Who runs on each GPU, by its number from 0; nobody on one that idles."""
+    """Who runs on each GPU, by its number from 0; empty for one that idles."""
     count, size = settings.cluster.gpu_per_node, settings.explorer.rollout_model.tensor_parallel_size
     users: dict[int, list[str]] = {number: [] for number in range(count)}
     taken = settings.gpus_of_engines if settings.mode != "train" else 0

@@ -48,7 +48,7 @@ class SettingsReport:
 
     @property
     def is_of_tune(self) -> bool:
-        """Whether services with this file would wait for requests that nobody sends."""
+        """Whether services with this file would wait for requests that no client sends."""
         return self.names_tasks and self.settings is not None and self.settings.mode == "both"
 
     def valid_settings(self) -> Settings:
@@ -126,7 +126,7 @@ def _report_trinitys(
     untranslated: Sequence[tuple[str, str]],
     unexpanded: trinity.Unexpanded,
 ) -> set[Keys]:
-    """Report what of Trinity's cannot be followed; where it stood that was not expanded, and would be told again."""
+    """Report what of Trinity's cannot be followed; where unexpanded values stood, not to be reported again."""
     for name, what in untranslated:
         read.report(tuple(name.split(".")), what)
     told = set()
@@ -244,7 +244,7 @@ def _validate(values: Mapping[str, Any]) -> tuple[Settings | None, list[ErrorDet
         return Settings.model_validate(values), []
     except ValidationError as error:
         found = error.errors(include_url=False)
-        return None, [each for each in found if each["type"] != "invalid_key"]  # told with their place
+        return None, [each for each in found if each["type"] != "invalid_key"]  # reported with their place
 
 
 def _validate_rest(

@@ -95,7 +95,7 @@ def sentences_of(error: ErrorDetails) -> Iterator[tuple[Keys, str]]:
 
 
 def sort_unknown(at: Keys, value: object, ignored: list[str]) -> Iterator[tuple[Keys, str]]:
-    """The problems with what stands at an unknown key; what Trinity knows of it goes into `ignored`."""
+    """The problems with what stands at an unknown key; what Trinity has under it goes into `ignored`."""
     names = [str(key) for key in at]
     name = ".".join(names)
     if (removed := _REMOVED.get(name)) is not None:

@@ -230,7 +230,7 @@ class CaptureSettings(Section):
 
     @property
     def captured_share(self) -> float:
-        """The share of replies that engines are asked for them, whoever wants them: the others are held against it."""
+        """The share of replies that engines are asked for them, for any use: the others are held against it."""
         return {"all": 1.0, "share": self.share, "none": LEAST_CAPTURED}[self.logprobs]
 
 
@@ -297,11 +297,11 @@ class ExplorerSettings(Section):
 
     #: Seconds between two proofs that an engine has the weights it should have: each costs it one short request.
     probe_interval: ClassVar[float] = 300.0
-    #: Seconds that a request waits at most to be answered: clients give up or try again after about as long.
+    #: Seconds that a request waits at most to be answered: clients stop waiting or try again after about as long.
     wait_timeout: ClassVar[float] = 60.0
     #: Whether the next turn of a conversation goes to the engine that answered the last one, whose prefix cache has it.
     prefix_affinity: ClassVar[bool] = True
-    #: Seconds that a record may wait in the outbox for the database: a day, in which somebody sees the alarms.
+    #: Seconds that a record may wait in the outbox for the database: a day, in which a person sees the alarms.
     outbox_max_age: ClassVar[float] = 86400.0
     #: Engines that go on answering while another one takes new weights. None: 1 with `rollout.mode: rolling`, else 0.
     min_running_model_num: ClassVar[int | None] = None
@@ -335,5 +335,5 @@ class ExplorerSettings(Section):
         if rollout.spare_place and cluster.gpu_per_node and not one and not spare_gpus:
             yield (
                 "explorer.rollout_model.spare_place: no GPUs are left for it beside those of several engines. Write"
-                " false: while one engine is started anew, the others answer"
+                " false: while one engine is started again, the others answer"
             )

@@ -259,7 +259,7 @@ def _contradictions_of_training(settings: Settings) -> Iterator[str]:
         )
     if trains and kind == "dpo" and group_by not in {"preference", "task"}:
         yield (
-            "buffer.group_by: dpo learns from pairs of replies to one prompt; write preference, where somebody says"
+            "buffer.group_by: dpo learns from pairs of replies to one prompt; write preference, where people say"
             " which of two is better, or task, where rewards do"
         )
     if trains and settings.algorithm.credit != "call" and group_by not in {"run", "task"}:

@@ -145,7 +145,7 @@ SHARES = {"canary": 0.1, "ab": 0.5}
 
 
 class GateSettings(Section):
-    """What a candidate must show before it answers anybody; a bare word is its `mode`."""
+    """What a candidate must show before it answers requests; a bare word is its `mode`."""
 
     mode: Literal["off", "report", "block"] = "off"
     """What happens to a candidate [worse than the champion](versions.md#gate): nothing (`off`), an event (`report`), or

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def open_tracing(settings: Settings, service: str) -> "Tracing | None":
-    """Where spans of a service go; None if nobody wants them. Raises EnvironmentRefused if the library is missing."""
+    """Where spans of a service go; None if unset. Raises EnvironmentRefused if the library is missing."""
     url = settings.monitor.otlp_url
     if url is None:
         return None

@@ -208,7 +208,7 @@ def test_the_interval_is_welchs(counts: tuple[int, int], deviations: tuple[float
 
 def test_a_candidate_or_an_older_version_is_promoted(file: Path, ledger: Ledger) -> None:
     told = versions(file, "promote", 3)
-    assert (told.exit_code, told.output) == (0, "version 3 is the champion; the explorer takes it up within 7 s\n")
+    assert (told.exit_code, told.output) == (0, "version 3 is the champion; the explorer loads it within 7 s\n")
     assert versions(file, "promote", 1, "--reason", " as it was ", "--by", "ann").exit_code == 0
     assert states(ledger) == ["retired", "champion", "retired", "retired"]
     first, second = (
@@ -225,9 +225,7 @@ def test_without_a_number_the_canary_is_rolled_back_and_then_the_champion(file: 
     assert versions(file, "rollback").exit_code == 2, "a reason is required"
     assert "give a reason" in refusal(versions(file, "rollback", "--reason", " "))
     told = versions(file, "rollback", "--reason", "it swears")
-    assert told.output.startswith(
-        "version 3 is rolled back; version 2 is the champion; the explorer takes it up within"
-    )
+    assert told.output.startswith("version 3 is rolled back; version 2 is the champion; the explorer loads it within")
     told = versions(file, "rollback", "--reason", "so does it", "--expect", 2)
     assert told.output.startswith("version 2 is rolled back; version 1 is the champion;")
     assert states(ledger) == ["retired", "champion", "rolled_back", "rolled_back"]
@@ -258,7 +256,7 @@ def test_a_pinned_version_stays_until_it_is_unpinned(file: Path, ledger: Ledger)
     assert states(ledger) == ["retired", "champion pinned", "retired", "candidate"]
     for refused in (("promote", 3), ("pin", 2), ("rollback", 1, "--reason", "no")):
         assert refusal(versions(file, *refused)) == "version 1 is pinned; unpin it first"
-    assert versions(file, "unpin", "--by", "ann").output.startswith("version 1 is unpinned; the explorer takes")
+    assert versions(file, "unpin", "--by", "ann").output.startswith("version 1 is unpinned; the explorer loads")
     assert ledger.versions.events(1)[-1].actor == "admin:ann"
     assert refusal(versions(file, "unpin")) == "no version is pinned"
 

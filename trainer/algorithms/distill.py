@@ -10,7 +10,7 @@ policy is taken at the temperature that a reply was sampled at, the teacher at 1
 there: a teacher that rules a token out says -inf.
 
 Left out: rewards and whitening (the scale of A means something); the teacher's whole distribution,
-which an endpoint does not tell; the discounted sum of the advantages that follow.
+which an endpoint does not return; the discounted sum of the advantages that follow.
 """
 
 from dataclasses import replace

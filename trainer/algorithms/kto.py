@@ -9,7 +9,7 @@ Log-probabilities are sums over the reply at temperature 1. z, an estimate of KL
 step: it is taken once, at its start, over the whole batch. A batch of one reply has no other's, and z is 0.
 A pair that is longer than the model takes is left out of it.
 
-Left out: z of every mini-batch anew; how far a reward lies from the threshold; weights that balance the numbers of
+Left out: a new z for every mini-batch; how far a reward lies from the threshold; weights that balance the numbers of
 wanted and unwanted replies.
 """
 

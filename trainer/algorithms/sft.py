@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: what to say, whoever said it.
+"""Supervised fine-tuning: imitation of given answers.
 
     loss = -log policy(token), averaged as `loss_agg_mode` says     arXiv 2203.02155, section 3.5, without a formula
 

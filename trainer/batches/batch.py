@@ -11,7 +11,7 @@ T and R are padded on the right. A reply 4 5 to the prompt 7 8 9, padded to T = 
     predicts_BT  . . x x . .     the positions whose next token is a reply token
     replies_BR   4 5 0
     mask_BR      x x .
-In a merged sequence the mask has holes, where users or tools speak between two replies.
+In a merged sequence the mask has holes, where messages of users or tools stand between two replies.
 
 Token sequences: what a model reads in training, and which of its tokens are learnt from.
 
@@ -166,7 +166,7 @@ def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
 
 
 def with_completion(sample: Sample, ids: Sequence[int]) -> Sample:
-    """The sample with another reply, which nobody sampled from the policy: its log-probabilities are 0."""
+    """The sample with another reply, which was not sampled from the policy: its log-probabilities are 0."""
     return msgspec.structs.replace(
         sample,
         completion_ids=np.array(ids, np.int32),
@@ -387,7 +387,7 @@ class Rows:
     def part(self, place: int, count: int) -> tuple["Rows", slice]:
         """The part `place` of `count` equal ones of a packed row, and which of the reply tokens it predicts.
 
-        Its `lengths` are those of the whole row, which a sequence that nobody looks at makes long enough.
+        Its `lengths` are those of the whole row, which an unused sequence makes long enough.
         """
         missing = -self.processed % count
         ids_T = torch.nn.functional.pad(self.ids_BT[0], (0, missing))

@@ -1,7 +1,7 @@
 """Edited answers as token ids, standing where the chat template puts an answer.
 
-A prompt of a model that thinks may end inside a think block, behind one, or where the model begins one. What the prompt
-ends with tells which, and the template, rendered with a short conversation, how an answer goes on from there.
+A prompt of a model that thinks may end inside a think block, behind one, or where the model begins one. The prompt's
+end says which, and the template, rendered with a short conversation, how an answer goes on from there.
 """
 
 import json
@@ -67,7 +67,7 @@ class _Marks(NamedTuple):
 class _Turn(NamedTuple):
     """What the template writes around an answer: before its text from the end of the prompt on, and behind it.
 
-    `end`: the token that ends the turn, None if that cannot be told.
+    `end`: the token that ends the turn, None if that is unknown.
     """
 
     lead: str
@@ -170,7 +170,7 @@ def _openings(words: PreTrainedTokenizerBase) -> list[_Opening]:
 def _by_template(
     opening: _Opening, answer: _Answer, words: PreTrainedTokenizerBase, ends: Sequence[int]
 ) -> _Turn | None:
-    """What the template writes around an answer; None if that cannot be told."""
+    """What the template writes around an answer; None if that is unknown."""
     marks = _marks_of(words)
     before, _, opened = opening.ends_with.partition(marks.opens)
     if not opened and marks.closes in before:  # thinking is off: the block has no beginning

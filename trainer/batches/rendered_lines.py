@@ -156,7 +156,7 @@ def with_tokens(
 
 
 def held_out(experience: Experience, number: int) -> Sample:
-    """An answer that is learnt from by nobody, under a number of its own."""
+    """An answer that is not learnt, under a number of its own."""
     prompt, answer = (np.frombuffer(each, "<i4") for each in (experience.prompt_ids, experience.completion_ids))
     return msgspec.structs.replace(
         without_answer(prompt.tolist(), number), completion_ids=answer, logprobs=np.zeros(len(answer), np.float32)
@@ -164,7 +164,7 @@ def held_out(experience: Experience, number: int) -> Sample:
 
 
 def without_answer(prompt: Sequence[int], number: int = 0) -> Sample:
-    """A prompt that nobody has answered."""
+    """A prompt without an answer."""
     return Sample(
         id=number,
         prompt_ids=np.array(prompt, np.int32),

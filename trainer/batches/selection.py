@@ -47,7 +47,7 @@ _NO_MASK = "the engine's list of tokens that truncation left is wrong: it lacks 
 
 
 def find_missing_library(settings: Settings) -> str | None:
-    """Why replies that a grammar held would all be set aside here; None if they would not, or nobody records any."""
+    """Why replies that a grammar held would all be set aside here; None if they would not, or none are recorded."""
     needed = settings.explorer.rebuilds_grammars and not settings.algorithm.of_any_reply
     if not needed or importlib.util.find_spec("xgrammar") is not None:
         return None
@@ -129,7 +129,7 @@ def _rebuilder(words: PreTrainedTokenizerBase, folder: Path, vocabulary: int) ->
 
 
 def _tokens_left(sample: Sample, sets: bytes, vocabulary: int) -> AllowedTokens:
-    """What truncation left, token by token, as the engine told. Raises _GrammarNotRebuilt for what cannot be so."""
+    """What truncation left, token by token, as the engine returned it. Raises _GrammarNotRebuilt."""
     numbers, size = np.frombuffer(sets, "<i4"), len(sample.completion_ids)
     counts, ids = numbers[:size], numbers[size:]
     if not size or len(counts) != size or counts.min() < 1 or counts.sum() != len(ids):
@@ -178,7 +178,7 @@ def make_pairs(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
     """
     groups: defaultdict[object, defaultdict[bytes, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
-        # Without a group there is nobody to be paired with.
+        # Without a group there is no partner to pair with.
         group = ("alone", sample.id) if sample.group_id is None else sample.group_id
         groups[group][sample.prompt_ids.tobytes()].append(sample)
     pairs: list[Sample] = []
@@ -220,7 +220,7 @@ _TOO_LONG = "the edited answer is too long: the model takes {:.0f} tokens with t
 
 
 def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[list[Sample], Refused]:
-    """The samples, those that somebody edited with that answer as their reply; and those that cannot be so."""
+    """The samples, the edited ones with that answer as their reply; and those that cannot be so."""
     if not settings.algorithm.of_edited_answers:
         return list(samples), {}
     taken: list[Sample] = []
@@ -252,7 +252,7 @@ def imitable(samples: Sequence[Sample], algorithm: AlgorithmSettings) -> tuple[l
         if edited and sample.demonstration is not None:
             taken.append(sample)
         elif not whole:
-            refused["not imitated: nobody edited it"].append(sample)
+            refused["not imitated: it was not edited"].append(sample)
         elif sample.finish_reason == "length":
             refused["not imitated: it was cut off at its token limit"].append(sample)
         elif sample.reward < least:

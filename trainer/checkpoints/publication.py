@@ -180,7 +180,7 @@ class Publisher:
         self.states.close()
 
     def _register(self, publication: "Publication", ids: Collection[int], started: float) -> PublishedVersion:
-        """In the thread, if there is one: explorers hear of a version as soon as it is registered."""
+        """In the thread, if there is one: explorers see a version as soon as it is registered."""
         self._copies.wait()
         with self.states.priority.urgent():
             published = publication.register(self._ledger.training, ids)

@@ -1,7 +1,7 @@
 """Log-probabilities that no engine was asked for: the trainer makes them of the weights that sampled the reply.
 
-At the temperature of the request and under its grammar, so that they are those that the engine would have told. Of the
-replies that an engine did tell them of, some are recomputed all the same, and compared.
+At the temperature of the request and under its grammar, so that they are those that the engine would have returned.
+Some of the captured ones are recomputed all the same, and compared.
 """
 
 import math
@@ -135,7 +135,7 @@ class Recomputation:
         return metrics if self._mismatch is None else metrics | {"capture/mismatch": self._mismatch}
 
     def _compare(self, captured: Sequence[Sample], found: dict[int, Float32s]) -> None:
-        """The divergence of what is recomputed from what the engine told; beyond the bound that is an alarm."""
+        """The divergence of what is recomputed from what the engine returned; beyond the bound that is an alarm."""
         for each in captured:
             apart = np.clip(found[each.id].astype(float) - each.logprobs, -_FURTHEST, _FURTHEST)
             self._compared.append((float((np.exp(apart) - 1 - apart).sum()), len(apart)))

@@ -143,7 +143,7 @@ def prune(
         resumed.add(with_state)
     aside: dict[Path, Path] = {}
     try:
-        with versions.hold() as now:  # Meanwhile somebody may have decided otherwise.
+        with versions.hold() as now:  # Meanwhile another decision may have been made.
             spared |= set[int]().union(*map(_must_stay, now))
             places = {each.version: each.path for line in now for each in line.versions if each.version in spared}
             # Versions that begin with the weights of another share its folder.
@@ -269,7 +269,7 @@ class StateWriter:
         return last is None or last.policy not in self._without
 
     def settle(self, curves: CurveWriter, *, policy: int = 0) -> None:
-        """Before the learner is loaded anew: what it was then is not that of any version any more."""
+        """Before the learner is loaded again: what it was then is not that of any version any more."""
         self.join()
         self.report(curves)
         self._without.pop(policy, None)
@@ -379,7 +379,7 @@ class StateWriter:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether the disk, or the user's share of it, is full. safetensors tells the number in words only."""
+    """Whether the disk, or the user's share of it, is full. safetensors has the number in words only."""
     numbers = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in numbers

@@ -10,16 +10,16 @@
 
 The reference is not here: it is always the base model. The critic and the first line of the trainer's state are written
 after the rest, or not at all, and of an older version they are deleted: who goes on from it has its weights and
-counters, and AdamW's memory and the critic of an older version, or begins these anew.
+counters, and AdamW's memory and the critic of an older version, or begins these again. Writes safetensors files so
 
-Writes safetensors files so that nobody waits long for the disk beside them, and tells their sha256.
+that nothing waits long for the disk beside them, and returns their sha256.
 
-What a process writes lies in memory until the kernel, or somebody's fsync, brings it to the disk; and an fsync on a
+What a process writes lies in memory until the kernel, or any process's fsync, brings it to the disk; and an fsync on a
 journaling file system waits for what others have written before. A checkpoint written at the speed of memory keeps
 requests, which are on disk before they are acknowledged, waiting for seconds. So it is brought to disk piece by piece.
 A thread hashes each piece while it is written, and several files are written at once.
 
-What nobody waits for, critic and optimisers, has the disk while no version is being written (`DiskPriority`).
+What nothing waits for, critic and optimisers, has the disk while no version is being written (`DiskPriority`).
 """
 
 import hashlib
@@ -276,7 +276,7 @@ def resume(
 ) -> Learner:
     """The learner with the weights in `folder`, and critic and AdamW's memory of the same or an older version.
 
-    Without `state` these begin anew, and all but the weights if it `begins` with them. `network` is the base model, if
+    Without `state` these begin again, and all but the weights if it `begins` with them. `network` is the base model, if
     it is there, which the learner is to have an adapter of. Rank 0 makes the others load the same. Raises
     EnvironmentRefused for what does not fit. The files must have been checked.
     """
@@ -286,7 +286,7 @@ def resume(
     actor = actor_in(settings, folder / ACTOR if folder else base, ranks, network)
     reference = critic = kept_critic = None
     if page.critic_loss is not None:
-        if state and (state / CRITIC).exists():  # A version that another method trained has none: it is learnt anew.
+        if state and (state / CRITIC).exists():  # A version that another method trained has none: it is learnt again.
             kept_critic = state / CRITIC
         critic = actor.critic(settings, kept_critic or base, ranks)
     if page.asks(settings.algorithm).reference:

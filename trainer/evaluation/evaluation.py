@@ -1,7 +1,7 @@
 """Held-out evaluation: the actor answers tasks that it is never trained on, and the answers are judged.
 
 Greedy, so the same weights get the same score. Dimension suffixes are explained in trainer/batches/batch.py. For the
-gate, where no engine can be spared, each version is evaluated before the explorer may take it up.
+gate, where no engine can be spared, each version is evaluated before the explorer may load it.
 """
 
 import time

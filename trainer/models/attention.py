@@ -37,7 +37,7 @@ _KINDS = {"full_attention", "sliding_attention"}
 #: The kernel's widest head; it also wants a multiple of eight.
 _WIDEST_HEAD = 256
 _OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
-#: Whether torch's kernel has what we need of it, from 2.11 on, and wants to be told that heads share keys.
+#: Whether torch's kernel has what we need of it, from 2.11 on, and has an argument for heads that share keys.
 _KERNEL_FITS, _KERNEL_IS_TOLD = {"scale", "window_size"} <= _OPTIONS, "enable_gqa" in _OPTIONS
 _KERNEL_DEVICE = "cuda"
 #: How far a packed row may be from its sequences alone, relative to the largest number.
@@ -195,7 +195,7 @@ def _fewer_positions(each_PHW: Tensor, group: SequenceGroup) -> Tensor:
 def _in_one(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None, window: int | None
 ) -> Tensor:
-    # The kernel reads the keys of several heads once, in torch 2.11 without being told.
+    # The kernel reads the keys of several heads once, in torch 2.11 without that argument.
     options: dict[str, Any] = {"enable_gqa": True} if _KERNEL_IS_TOLD and key.shape[1] != query.shape[1] else {}
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     view: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}

@@ -130,7 +130,7 @@ def _forward(
 
 
 def _scale_logits(logits_NV: Tensor, temperatures_N: Tensor | None, forbidden_NV: Tensor | None) -> Tensor:
-    """In the place of the logits where they are float32 already: nobody else looks at them."""
+    """In the place of the logits where they are float32 already: nothing else reads them."""
     scaled_NV = logits_NV.float()
     if temperatures_N is not None:
         scaled_NV = scaled_NV.div_(temperatures_N[:, None])

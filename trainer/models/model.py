@@ -312,7 +312,7 @@ def load_causal(settings: Settings, folder: Path, ranks: Ranks = ALONE, *, bits:
 
 
 def device_of(settings: Settings) -> torch.device:
-    """Where the models run. This also settles the number of threads on the CPU, and torch's own choice of GPU."""
+    """Where the models run. This also sets the number of threads on the CPU, and torch's own choice of GPU."""
     if "OMP_NUM_THREADS" not in os.environ:
         # Engines share the machine; two threads waiting for each other are slower than one. Beside a GPU, what is made
         # on the CPU is small.

@@ -1,5 +1,5 @@
 """What is in main memory instead of a GPU's: gradients on their way to an optimizer there, whose update the CPU's cores
-make together; and a whole learner, while somebody else has the GPU.
+make together; and a whole learner, while another process has the GPU.
 """
 
 import os

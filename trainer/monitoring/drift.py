@@ -81,7 +81,7 @@ class DriftFinding(NamedTuple):
 
 
 def until(history: History, step: int) -> History:
-    """The history as it was after `step` steps, but for the alarms: whoever reads them has been told of all."""
+    """The history as it was after `step` steps, but for the alarms: what reads them has seen all."""
     return msgspec.structs.replace(
         history,
         series={name: [each for each in values if each[0] <= step] for name, values in history.series.items()},

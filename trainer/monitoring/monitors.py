@@ -2,9 +2,8 @@
 
 What it remembers is in `monitor/drift.json` of the job folder, of other policies in `drift-{policy}.json`, written
 after each step. A trainer that goes back to an older version goes back in it, too. Nothing that fails here stops
-training: what cannot be read or told is skipped at that step, with a warning.
-
-What is told of steps: those that are not finite, of which many in a row end the training; pace; spans.
+training: what cannot be read or reported is skipped at that step, with a warning. Reported steps: those that are not
+finite, of which many in a row end the training; pace; spans.
 """
 
 import json
@@ -59,7 +58,7 @@ class PaceLog:
         if backlog.set_aside and not self._lags:
             _log.warning("trainer_lags", set_aside=backlog.set_aside, waiting=backlog.waiting)
         self._lags = backlog.set_aside > 0
-        if self._rules.policy:  # What is told of the pace is the default policy's.
+        if self._rules.policy:  # The reported pace is the default policy's.
             self._step_s = 0.0
             return
         version = VersionPace(
@@ -148,7 +147,7 @@ class FiniteSteps:
 class Rejections:
     """Tells why training goes back, and stops it after so many rejections in a row: each takes its rows with it.
 
-    What rejects one version after the other is mostly no fault of theirs, such as a folder that explorer and trainer do
+    What rejects one version after the other mostly lies outside them, such as a folder that explorer and trainer do
     not share. A version that is served ends the row; so does who clears the alarm, or starts the trainer again.
     """
 
@@ -179,7 +178,7 @@ class Rejections:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether nothing more is to be learnt: until somebody has cleared the alarm."""
+        """Whether nothing more is to be learnt: until a person has cleared the alarm."""
         if self._is_first:
             self._alarms.clear(Code.VERSIONS_REJECTED)
             self._is_first = False
@@ -298,7 +297,7 @@ class Monitors:
             history = msgspec.json.decode(self._file.read_bytes(), type=History)
         except FileNotFoundError:
             pass
-        except (OSError, msgspec.MsgspecError) as error:  # The baseline begins anew.
+        except (OSError, msgspec.MsgspecError) as error:  # The baseline begins again.
             _log.warning("drift_not_read", path=str(self._file), reason=str(error))
         self._history = drift.until(history, learner.steps)
         if self._held_out is not None:
@@ -346,7 +345,7 @@ class Monitors:
         return seen | figures | {"drift/alarms": float(len(self._history.raised))}
 
     def _ledger_signals(self) -> Metrics:
-        """The signals that the ledger knows of; none while it is away."""
+        """The signals in the ledger; none while it is away."""
         found: Metrics = {}
         options = self._drift
         try:
@@ -375,7 +374,7 @@ class Monitors:
         return scored
 
     def _turn(self, name: str, raised: drift.DriftFinding | None, *, step: int, version: int = 0) -> None:
-        """Raise the alarm, or clear it; what the ledger did not take is told again after the next step."""
+        """Raise the alarm, or clear it; what the ledger did not store is reported again after the next step."""
         open_now = dict(self._history.raised)
         try:
             if raised is None:

@@ -78,7 +78,7 @@ class RemoteTeacher:
         self._known = False
 
     def check(self) -> None:
-        """Raise EnvironmentRefused unless it takes token ids, tells log-probabilities of them, and reads as we do."""
+        """Raise EnvironmentRefused unless it accepts token ids, returns log-probabilities, and tokenizes as we do."""
         if self._known:
             return
         words = tokenizer_of(self._settings)
@@ -155,7 +155,7 @@ class RemoteTeacher:
         responses: queue.SimpleQueue[tuple[int, _Response]] = queue.SimpleQueue()
 
         def ask() -> None:
-            # Each closes its own: nobody else can tell when it is done with it.
+            # Each closes its own: only its user knows when it is done with it.
             with self._client() as client:
                 while not given_up.is_set() and (turn := next(turns, None)) is not None:
                     try:
@@ -214,7 +214,7 @@ class RemoteTeacher:
         raise TeacherAway(f"{self._url} does not answer: {reason}")
 
 
-#: The least that vLLM answers with: it wants to say one token, and tells each token of the prompt without rivals.
+#: The least that vLLM answers with: it generates one token, and returns each token of the prompt without alternatives.
 _SCORE: Mapping[str, object] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
 
@@ -446,7 +446,7 @@ class TeacherRetries:
         """The samples of a failed batch to try again: all of them, after a wait, or those that are not dropped."""
         if isinstance(error, TeacherAway):
             self._count_failure(error)
-            # None is given up on while the teacher answers for no sample at all.
+            # None is dropped while the teacher answers for no sample at all.
             failed_ids = {number for ids in error.failed.values() for number in ids}
             if failed_ids:
                 self._failures = {number: self._failures.get(number, 0) + 1 for number in failed_ids}

@@ -97,7 +97,7 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], stop: Stop) -> int:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the kernel tell this process to stop when its parent is gone. The other ranks end with rank 0."""
+    """Let the kernel stop this process when its parent is gone. The other ranks end with rank 0."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     with suppress(ProcessLookupError):
         if os.getppid() != parent:

@@ -38,7 +38,7 @@ def take_part(settings: Settings, stop: Stop) -> None:
 
 
 def serve(settings: Settings, ranks: JoinedRanks, stop: Stop) -> None:
-    """Lead as rank 0, whom alone `stop` tells to stop, or follow it."""
+    """Lead as rank 0, the one that `stop` stops, or follow it."""
     ranks.shards = bool(ranks.decide(lambda: must_shard(settings)))
     if ranks.rank:
         follow(fit_to_memory(settings), ranks)

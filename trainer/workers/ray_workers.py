@@ -1,6 +1,6 @@
 """The ranks as workers of Ray Train, on whichever machines of a cluster have room.
 
-Ray starts all of them again when one dies. What they and their driver tell each other goes through an actor: the driver
+Ray starts all of them again when one dies. Messages between them and their driver go through an actor: the driver
 says when to stop, and a rank why it refuses to start, which starting again would not change.
 """
 
@@ -79,7 +79,7 @@ class NoticedStop:
         return self._set
 
     def wait(self, timeout: float) -> bool:
-        """Sleep for so many seconds, or until told to stop; whether to stop."""
+        """Sleep for so many seconds, or until asked to stop; whether to stop."""
         deadline = time.monotonic() + timeout
         while not self.is_set() and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK_S))

@@ -36,12 +36,12 @@ def install() -> None:
         # gpu_worker.py leaves token ids out where all requests are marked
         marked: Set[str] = rows.keys()
         masked: Set[str] = frozenset()
-        if computed.logprob_token_ids is not None:  # those, too, that have been given up
+        if computed.logprob_token_ids is not None:  # those, too, that were cancelled
             of = self.requests
             marked = {each for each in rows if each not in of or is_marked(of[each].sampling_params)}
             masked = {each for each in marked if each in of and mask_width(of[each].sampling_params) > 1}
         if all_are := len(marked) == len(rows):
-            model_runner_output.logprobs = None  # there is nobody to slice for
+            model_runner_output.logprobs = None  # there is no request to slice for
         outputs = update(self, scheduler_output, model_runner_output)
         if marked:
             _attach([each for each in outputs.values() if all_are or _clear(each, marked)], rows, computed, masked)

@@ -20,7 +20,7 @@ from tuneloop.explorer.engines.packing.wire import HEADER, MASK_HEADER, MOST_KEP
 #: What vLLM writes for whatever is less, for -inf is not JSON.
 _LEAST = -9999.0
 
-#: What makes vLLM tell others than the sampled tokens', or sample them elsewhere.
+#: What makes vLLM return others than the sampled tokens', or sample them elsewhere.
 _OTHERWISE = ("logprob_token_ids", "use_beam_search")
 
 #: A stream's log-probabilities are sent when so many tokens were, or its last: to write them takes a third of the time
@@ -65,7 +65,7 @@ class ReplyLogprobs:
         self._sent = self._tokens_sent = 0
 
     def __getitem__(self, tokens: slice) -> "ReplyLogprobs":
-        """VLLM takes those of an output's tokens: `due` is told how many these are."""
+        """VLLM takes those of an output's tokens: `due` gets their number."""
         return self
 
     def extend(self, other: "ReplyLogprobs") -> None:

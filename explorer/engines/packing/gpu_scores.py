@@ -1,4 +1,4 @@
-"""In a worker on a GPU: the row of the vocabulary that a log-probability is reckoned from is read in large pieces.
+"""In a worker on a GPU: the row of the vocabulary that a log-probability is computed from is read in large pieces.
 
 vLLM's kernel has some threads read 1 024 numbers of a row, and wait for each other, before they read the next, twice
 over: with 150 000 tokens that is a twentieth of a small model's step, however few rows there are.

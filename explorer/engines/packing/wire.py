@@ -1,4 +1,4 @@
-"""How the explorer asks for packed log-probabilities, and how an engine tells them.
+"""How the explorer asks for packed log-probabilities, and how an engine returns them.
 
 A request with `logprobs` and this header gets `{"packed": base64 of little-endian float32}` as the `logprobs` of a
 choice, a number for each of its `token_ids`, from an engine that can; from any other what it always gets. In a stream

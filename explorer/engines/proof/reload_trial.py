@@ -2,7 +2,7 @@
 
 Engines may be started by others, with any arguments, and a release of vLLM may do what an argument says otherwise than
 it should: its CPU build drafts tokens (speculative decoding) and accepts them at a temperature that it reads from
-memory which nobody has written to (0.32; vllm-project/vllm#55005).
+uninitialised memory (0.32; vllm-project/vllm#55005).
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class ReloadTrial:
         self._over = False
 
     async def fault(self, control: EngineControl, weights: ServedWeights) -> tuple[str | None, bool]:
-        """Why engines cannot take up versions in place, if not; and whether this one was tried now."""
+        """Why engines cannot load versions in place, if not; and whether this one was tried now."""
         async with self._trying:
             tries = not self._over
             if tries:
@@ -123,8 +123,8 @@ async def require_samples_of_the_policy(control: EngineControl) -> None:
 async def _distance_at_temperature(control: EngineControl) -> float:
     """How far its log-probabilities at a temperature are from those of the model's logits at it, in nats on average.
 
-    Which are not told. But of two tokens at one place log-probabilities differ as the logits do, and these as the
-    log-probabilities at temperature 1, which are told of a prompt.
+    These are not returned. But of two tokens at one place log-probabilities differ as the logits do, and these as the
+    log-probabilities at temperature 1, which are returned for a prompt.
     """
     text = await control.query("/tokenize", prompt=_REPETITIVE)
     half = text["max_model_len"] // 2

@@ -56,7 +56,7 @@ class FingerprintWorker:
         }
 
     def tuneloop_instance_id(self) -> str:
-        """An id of this worker that all API servers hear, and that no other start has."""
+        """An id of this worker that all API servers get, and that no other start has."""
         self._tuneloop_instance_id = self._tuneloop_instance_id or uuid.uuid4().hex
         return self._tuneloop_instance_id
 

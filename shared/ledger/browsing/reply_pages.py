@@ -260,7 +260,7 @@ class SamePrompts(ReplyTexts):
         return self._pairs(list(found.values()))
 
     def next_pair(self, tenant: str, after: ReplyCursor | None) -> AnswerPair | None:
-        """Two different answers to one prompt that nobody has compared; the second is the newest behind `after`."""
+        """Two different answers to one prompt that have not been compared; the second is the newest behind `after`."""
         seen: dict[bytes, _Digests] = {}
         for answer in self._newest(experiences.c.tenant == tenant, after, AMONG_ALL):
             other = seen.setdefault(answer.prompt, answer)

@@ -40,9 +40,9 @@ from tuneloop.shared.ledger.storage.database import find, ignoring, is_among, po
 from tuneloop.shared.ledger.storage.schema import experiences, feedback
 from tuneloop.shared.settings.feedback import RewardRule
 
-#: Feedback events about one reply or run: each later one is reckoned with all of them.
+#: Feedback events about one reply or run: each later one is computed with all of them.
 MAX_SAID = 1000
-#: How many of them are of one key, or of one source without a key: nobody keeps others from saying anything.
+#: How many of them are of one key, or of one source without a key: so no rater keeps others out.
 MAX_SAID_BY_ONE = 250
 #: A reply of several choices may have so many for each of this many of them.
 MAX_CHOICES_SAID = 25
@@ -57,7 +57,7 @@ Statement = float | bool | str
 Read = Callable[[Select[Any]], Iterable[Any]]
 
 
-#: What of an event tells whether a later one repeats it, but for its text, which may be long.
+#: The fields of an event by which a later one repeats it, but for its text, which may be long.
 _UNCOMPARED = {"text", "occurred_at", "key"}
 _COMPARED = [column for column in feedback.c if column.name not in _UNCOMPARED]
 
@@ -216,7 +216,7 @@ def store_feedback(connection: Connection, events: Sequence[Feedback], *, names:
         """Behind all that was said of its subject until then."""
         return bisect(times[subject_of(event)], event.received_at)
 
-    # What a client sends again under its key is not the last word: others may have spoken since.
+    # What a client sends again under its key is not the last event: others may have given feedback since.
     known = {
         row.event_id: row for some in portions(names) for row in connection.execute(_STORED_EVENTS, {"names": some})
     }
@@ -310,10 +310,10 @@ def content_of(event: Any) -> object:
     return event.kind, event.value, event.other_msg_id, event.other_choice, event.task_id, event.run_id
 
 
-#: The choices of a reply or run that are told apart.
+#: The choices of a reply or run that are distinguished.
 MAX_TOLD = 1000
 
-#: Late events of a group whose choices are told apart, and events about runs whose replies are told.
+#: Late events of a group whose choices are distinguished, and events about runs whose replies are listed.
 _MOST_APART = _MOST_OF_RUNS = 100
 
 #: Of the replies of a larger group it is not said whether they will be trained on.

@@ -185,11 +185,11 @@ class Recording(LedgerPart):
         places: Sequence[tuple[str, int]] = (),
         known: Mapping[str, int] = MappingProxyType({}),
     ) -> FeedbackResults:
-        """Store exchanges and feedback in their order, and tell what became of the feedback.
+        """Store exchanges and feedback in their order; what became of the feedback.
 
         What is there already stays as it is. `places` are the files that the records were read from, and their numbers
         there: what was taken of a file is not taken again. `known` are numbers up to which files were taken: raises
-        RecordsLost, and stores nothing, where the ledger does not know of that.
+        RecordsLost, and stores nothing, where the ledger has no record of that.
         """
         with suppress(Deadlock):
             return self._record(records, places, known)
@@ -290,7 +290,7 @@ class Recording(LedgerPart):
             except msgspec.MsgspecError:
                 erased_at = connection.execute(select(func.max(erasures.c.erased_at))).scalar()
                 if erased_at is not None and file < f"{int(erased_at * 1e9):020d}":  # a name begins with its time
-                    payload = b""  # nobody can tell whose bytes they are
+                    payload = b""  # the owner of these bytes is unknown
             else:
                 said, heard = ([record], []) if isinstance(record, Exchange) else ([], [record])
                 if not any(not_erased(connection, said, heard)):
@@ -319,7 +319,7 @@ class Recording(LedgerPart):
             return bool(connection.execute(delete(refused_records).where(_at(file, end_offset))).rowcount)
 
     def unseen_files(self, present: Collection[str], silent_s: float) -> list[str]:
-        """The files that nobody has removed, that are not `present`, and that nothing was taken of for so long."""
+        """The files that are not removed, that are not `present`, and that nothing was taken of for so long."""
         silent = outbox_files.c.removed_at.is_(None), outbox_files.c.seen_at < self._clock() - silent_s
         rows = self._read(select(outbox_files.c.file).where(*silent).order_by(outbox_files.c.file))
         return [row.file for row in rows if row.file not in present]
@@ -346,7 +346,7 @@ class Recording(LedgerPart):
             return connection.execute(_committing(names), values).rowcount
 
     def _date_records(self, records: Sequence[Record]) -> list[Record]:
-        """What processes took for the time gives way to the ledger's, in records of this start of the machine."""
+        """The ledger's time replaces what processes assumed, in records of this start of the machine."""
         began, this_boot = self._boot_time(), boot()
         return [
             msgspec.structs.replace(each, received_at=began + each.stamp.seconds)
@@ -356,7 +356,7 @@ class Recording(LedgerPart):
         ]
 
     def end_silent_leases(self) -> None:
-        """Give back what a trainer holds that has not been heard of for LEASE_S, as long as we have listened."""
+        """Release the leases of a trainer that was not seen for LEASE_S, as long as this process has watched."""
         for beat in self._read(_NEWEST_EPOCH):
             if beat != self._heartbeat[0]:
                 self._heartbeat = beat, self._ticks()
@@ -368,7 +368,7 @@ class Recording(LedgerPart):
     def recompute_rewards(
         self, *, dry_run: bool = False, examined: Callable[[int], object] = lambda count: None
     ) -> RecomputeResult:
-        """Recompute rewards of what is not trained yet, a portion in a transaction, whose size `examined` is told."""
+        """Recompute rewards of what is not trained yet, a portion in a transaction; `examined` gets its size."""
         replies = changed = 0
         last = ""
         of_files = select(reward_rules.c.id).where(reward_rules.c.definition == OF_A_FILE)
@@ -416,7 +416,7 @@ class _Subjects(NamedTuple):
 
 
 def _wait_for_others(connection: Connection, records: Sequence[Record]) -> None:
-    """Let nobody else record what may decide the same rewards. Raises Deadlock if others made these more."""
+    """Keep other processes from deciding the same rewards. Raises Deadlock if others made these more."""
     if connection.dialect.name != "postgresql":
         return
     alone(connection, "record", shared=True)

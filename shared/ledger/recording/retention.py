@@ -219,7 +219,7 @@ class Retention(RewardsPart):
     ) -> PurgeResult:
         """Delete the experiences of each state that were sampled longer ago than its bound, in seconds.
 
-        `of_tenants` are the bounds of those for whom others hold.
+        `of_tenants` are the bounds of tenants with their own.
 
         An exchange goes with its last experience, and the feedback about it too. A row stays while a repeat of it with
         a later reward waits to be trained on. Feedback whose reply was never recorded goes by the bound of `recorded`.
@@ -252,13 +252,13 @@ class Retention(RewardsPart):
     def erase(self, tenant: str, user: str, *, at: float | None = None, dry_run: bool = False) -> ErasureResult:
         """Delete a person: their exchanges, the feedback about these, and the feedback that they gave.
 
-        Others' replies that are not trained on yet take the rewards that they have without it. Records of theirs that
-        were received before now, and are still in an outbox, are not stored, nor is what is said of theirs from now on.
-        `at` is when they were erased, if that was earlier.
+        Others' replies that are not trained on yet take the rewards that they have without it. Their records that
+        were received before now, and are still in an outbox, are not stored, nor is feedback on their replies from
+        now on. `at` is when they were erased, if that was earlier.
         """
         with self._write() as connection:
             alone(connection, "record")
-            alone(connection, "exports")  # else a file might be listed, with rows of theirs in it, after we looked
+            alone(connection, "exports")  # else a file might be listed, with their rows in it, after the check
             alone(connection, "raters")  # else they might be named there, by feedback that is deleted
             rows = connection.execute(
                 _columns().where(experiences.c.msg_id.in_(_exchanges_of(tenant, user))).with_for_update()
@@ -423,7 +423,7 @@ def _feedback_to_erase(
 
 
 def _forget_refused(connection: Connection, person: Person, msg_ids: Collection[str]) -> None:
-    """Delete what of theirs was refused, and the damaged bytes: nobody can tell whose these are."""
+    """Delete these people's refused records, and the damaged bytes, whose owner is unknown."""
     places = refused_records.c.file, refused_records.c.end_offset
     gone = {*msg_ids}
     for place in connection.execute(select(*places).order_by(*places)).all():

@@ -4,8 +4,8 @@ A metric's value is that of its latest event; where several raters reported it, 
 mean of two. What was said of the reply's run counts under a metric where nothing was said of the reply itself; with
 `run_feedback: add` both are added. What was said of a run whose last call was cut off does not count. The reward is the
 sum of the metrics' values, each times its weight, then clipped; no rater's part of it is beyond the clip either. Where
-the application itself spoke, or a rater that it trusts, others' words under that metric do not count, unless the rule
-wants the mean of all.
+the application itself gave feedback, or a rater that it trusts, others' feedback under that metric does not count,
+unless the rule wants the mean of all.
 
 Metrics without a weight, labels without a value and comments are kept but do not count. Nor do edited answers: they say
 what should have been said, not what the reply was worth.
@@ -36,7 +36,7 @@ _REWARDING = frozenset({*Kind} - {Kind.COMMENT})
 class Event(NamedTuple):
     """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two.
 
-    `trusted`: its rater is no voter, but whose word settles it. `of_run`: it is about the reply's whole run, whose last
+    `trusted`: its rater is no voter, but whose word decides it. `of_run`: it is about the reply's whole run, whose last
     call was cut off if that is `unfinished`. `weight`, above 0 and at most 1: how much its rater's word weighs beside
     others'. `repeated_at`: when it was last said again.
     """
@@ -268,9 +268,9 @@ def _clip(rule: RewardRule, value: float) -> float:
 
 
 def median_by_voice(values: Iterable[tuple[object, float, float]]) -> float:
-    """The weighted median of what each voice says: of voices, values and weights above 0.
+    """The weighted median of the voters' values: voters, values and weights above 0. A voter's value is the median of
 
-    A voice says the median of its values, weighted likewise, with the largest of their weights. Where what is below and
+    its values, weighted likewise, with the largest of their weights. Where what is below and
     what is above weigh the same, it is the mean of the two values between.
 
     >>> median_by_voice([("eve", -1.0, 1.0), ("eve", -1.0, 1.0), ("ann", 1.0, 1.0), ("bob", 1.0, 1.0)])

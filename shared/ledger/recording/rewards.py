@@ -50,7 +50,7 @@ _MAX_LATE = 100
 #: From so many rows with the same values on, they have a statement of their own.
 _MANY_ALIKE = 16
 
-#: What a row that is repeated has anew; what else it has is the same, but for how it is trained on.
+#: The new fields of a row that is repeated; what else it has is the same, but for how it is trained on.
 _REPEATED = ("correction", "state", "reward", "reward_rule", "rewarded_at", "edit_similarity")
 _OWN = {"id", "committed_at", "group_id", "lease_epoch", "lease_until", "trained_version", *_REPEATED}
 _SAME = tuple(column for column in experiences.c if column.name not in _OWN)
@@ -154,7 +154,7 @@ def weighted_rewards(
     trusted: TrustedRaters,
     weights: Mapping[Rater, float],
 ) -> dict[int, float | None]:
-    """The rewards of these replies' rows, by the rows' ids, where the words of some voices weigh less than 1."""
+    """The rewards of these replies' rows, by the rows' ids, where the feedback of some voters weighs less than 1."""
     found = {}
     for portion in portions(msg_ids):
         _, rows, events = _read(connection, portion, trusted, weights=weights)
@@ -307,7 +307,7 @@ class RowEvents:
                 self._by_target[target].append(event)
 
     def reward(self, rule: RewardRule, row: RewardRow) -> Reward | None:
-        """What the events make of one row; reckoned once for all rows of which the same was said."""
+        """What the events make of one row; computed once for all rows with the same feedback."""
         same = (self._key(row), rule.attribution_window and row.sampled_at)
         if same not in self._rewards:
             self._rewards[same] = reward_of(rule, self.about(row), sampled_at=row.sampled_at)

@@ -1,4 +1,4 @@
-"""The ledger's time: the database's, told by this machine's ticks between comparisons."""
+"""The ledger's time: the database's, counted by this machine's ticks between comparisons."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +14,7 @@ COMPARE_S = 10.0
 #: A clock that is further off, in seconds, was set: a process goes on counting until it is restarted.
 FOLLOWED_S = 5.0
 
-#: From so many seconds on somebody is told: the order of what was said on two machines is no surer than that.
+#: From so many seconds on an alarm is raised: the order of feedback on two machines is no surer than that.
 TOLD_S = 1.0
 
 #: The first comparison is the best of so many: feedback has its place in the order by it.

@@ -4,7 +4,7 @@
 
 All little-endian. The numbers stand as they are, or, where that is shorter, as a zstd frame of the same bytes regrouped
 (the first bytes of all numbers, then the second ones, and so on), because the high bytes of ids are mostly zero. Their
-length tells which: only numbers that stand as they are take 4 * (P + 2 C) bytes.
+length says which: only numbers that stand as they are take 4 * (P + 2 C) bytes.
 """
 
 import struct
@@ -94,7 +94,7 @@ def text_size(head: bytes, stored: int) -> int:
     return zstandard.frame_content_size(head) if head.startswith(_FRAME) else stored
 
 
-#: So many of the first bytes tell `text_size` what it must know.
+#: `text_size` needs so many of the first bytes.
 TEXT_HEAD = 18
 
 

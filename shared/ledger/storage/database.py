@@ -2,7 +2,7 @@
 
 The database's errors are translated into ours.
 
-The ledger's time: that of the database's clock, counted on with seconds that nobody can set.
+The ledger's time: that of the database's clock, counted on with seconds that no user can set.
 """
 
 import fcntl
@@ -68,7 +68,7 @@ _LOCK_KEY = 0x74756E656C6F6F70  # "tuneloop"; any constant of our own does
 #: Seconds for which an upgrade waits for another one of the same database.
 LOCK_S = 300.0
 
-# A server that vanished without a word is noticed within a minute, not when TCP gives up after hours.
+# A server that vanished without a word is noticed within a minute, not after TCP's hours.
 _POSTGRES_OPTIONS = {
     "connect_timeout": 10,
     "keepalives_idle": 20,
@@ -122,7 +122,7 @@ def connect(url: str, *, schema: str | None = None) -> Engine:
 
     @event.listens_for(engine, "connect")
     def _on_session(connection: "psycopg.Connection[Any]", _record: object) -> None:
-        # A pooler tells another number than the server, and the next session has not what this one has prepared.
+        # A pooler reports another number than the server, and the next session has not what this one has prepared.
         told = connection.execute("SELECT pg_backend_pid()").fetchone()
         if told != (connection.info.backend_pid,):
             connection.prepare_threshold = None
@@ -237,7 +237,7 @@ _COPIED: Mapping[type, str] = {
 
 #: A value that can never be stored, which psycopg sorts otherwise.
 _TOO_BIG = "54"
-#: Read-only, no right to do it, no such table or column or schema, no space, a damaged file: somebody must act.
+#: Read-only, no right to do it, no such table or column or schema, no space, a damaged file: a person must act.
 _FORBIDDEN = (
     *("25006", "42501", "42P01", "42703", "3F000", "53100"),
     *(
@@ -255,7 +255,7 @@ _DEADLOCK, _LOCK_TIMEOUT = "40P01", "55P03"
 #: A constraint that is broken together with another row, which may go.
 _OF_OTHER_ROWS = ("23503", "23505", "SQLITE_CONSTRAINT_FOREIGNKEY", "SQLITE_CONSTRAINT_UNIQUE")
 
-#: How often a verb is done again that the database ended, before its caller is told.
+#: How often a verb that the database ended is done again, before it raises.
 _DONE_AGAIN = 4
 
 _T = TypeVar("_T")
@@ -360,7 +360,7 @@ class LedgerPart:
 
 @contextmanager
 def translating_errors() -> Iterator[None]:
-    """Raise LedgerUnavailable for what passes, RecordRefused for what never will, LedgerError where nobody can tell."""
+    """Raise LedgerUnavailable for what passes, RecordRefused for what never will, LedgerError for an unknown cause."""
     try:
         yield
     except PoolExhausted as error:
@@ -397,7 +397,7 @@ def again_after_deadlock(verb: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def alone(connection: Connection, what: str, *, shared: bool = False) -> None:
-    """Until this transaction ends, nobody else does `what`, or only others who share it. No row lock would do."""
+    """Until this transaction ends, no other session does `what`, or only those that share it. No row lock would do."""
     if connection.dialect.name == "postgresql":
         connection.execute(_locking(what, shared))
 

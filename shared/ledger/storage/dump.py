@@ -20,7 +20,7 @@ from tuneloop.shared.settings.database_url import parse_url
 
 
 def dump_name(url: str) -> str:
-    """The name of the file that a database is saved as, which tells its kind."""
+    """The name of the file that a database is saved as, which names its kind."""
     return "ledger.db" if parse_url(url).get_backend_name() == "sqlite" else "ledger.pg_dump"
 
 

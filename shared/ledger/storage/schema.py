@@ -186,7 +186,7 @@ for _state in (VersionState.CHAMPION, VersionState.CANARY):
     partial(f"ix_versions_one_{_state}", *_columns, where=f"state = '{_state}'", unique=True)
 partial("ix_versions_one_pinned", versions.c.policy, versions.c.pinned, where="pinned", unique=True)
 
-#: What happened to each version, by whom and why; `details` is JSON: the figures that decided it.
+#: What happened to each version, its actor and reason; `details` is JSON: the figures that decided it.
 version_events = Table(
     "version_events",
     metadata,
@@ -482,7 +482,7 @@ refused_records = Table(
     PrimaryKeyConstraint("file", "end_offset"),
 )
 
-#: People whose rows were deleted. What of theirs was received before, and comes in later, is not taken.
+#: People whose rows were deleted. What was received from them before, and comes in later, is not stored.
 erasures = Table(
     "erasures",
     metadata,
@@ -566,8 +566,8 @@ key_events = Table(
     Index(None, "key_id", "id"),
 )
 
-#: Who gave feedback: `name` is its `source`, empty for feedback that names none, or the voice behind several sources.
-#: Not `settled`: what the rater had a part in is to be rewarded anew.
+#: Who gave feedback: `name` is its `source`, empty for feedback that names none, or the voter behind several sources.
+#: Not `settled`: rewards that the rater had a part in are to be computed again.
 raters = Table(
     "raters",
     metadata,
@@ -582,7 +582,7 @@ raters = Table(
     CheckConstraint("(state = 'quarantined') = (reason IS NOT NULL)", name="quarantined_with_reason"),
 )
 
-#: What was decided about each rater, by whom and why: append-only.
+#: Decisions about each rater, with actor and reason: append-only.
 rater_events = Table(
     "rater_events",
     metadata,

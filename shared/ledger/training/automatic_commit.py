@@ -170,7 +170,7 @@ def _find_named_groups(connection: Connection, page: Sequence[Any], rules: Batch
     for row in found:
         groups[key_of(row, rules)].append(row)
     grouped = {row.id for row in found}
-    yield [row for row in page if row.id not in grouped]  # no batch takes them: they wait for nobody
+    yield [row for row in page if row.id not in grouped]  # no batch takes them: they wait for nothing
     rewarded = {row.id for rows in groups.values() for row in rows if row.state == State.REWARDED}
     due, timed_out = _due_and_timed_out(connection, rewarded, rules, now)
     for rows in groups.values():

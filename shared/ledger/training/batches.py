@@ -4,9 +4,9 @@ A claim reads only as many rows as it takes from each tenant that has some waiti
 transaction of the ledger, under the trainer's epoch. What waits beyond the backlog's bound is set aside between
 versions only: what no version contains yet is leased again after a crash, in the same order.
 
-Who says more than most others in the newest feedback, or less, weighs less where others spoke too, and has no more than
-its share of a batch. The application's own word and that of trusted raters is not limited; nor is anybody's before
-there are so many raters that each can have a share. All names that are used with one key are one rater here.
+Who says more than most others in the newest feedback, or less, weighs less where others gave feedback too, and has no
+more than its share of a batch. The application's own word and that of trusted raters is not limited; nor is any rater's
+before there are so many raters that each can have a share. All names that are used with one key are one rater here.
 """
 
 import math
@@ -46,7 +46,7 @@ WINDOW = 4
 REASON = "its rater has more of the waiting feedback than feedback.max_rater_share lets into batches"
 
 
-#: The voters, by `voter_of`: other names of sources with a key are of raters of whom something was decided.
+#: The voters, by `voter_of`: other names of sources with a key are of raters with a decision.
 _IS_VOTER = or_(~raters.c.name.startswith(KEY_SOURCE), raters.c.name.like(f"{KEY_SOURCE}%/"))
 _VOTERS = select(raters.c.tenant, raters.c.name).where(
     raters.c.state == RaterState.ACTIVE, raters.c.name != "", _IS_VOTER
@@ -155,7 +155,7 @@ class _Shares:
 
 
 def _parts(words: Mapping[int, Mapping[Rater, float]], unit: Unit) -> dict[Rater, float]:
-    """How much of a unit is each rater's word, in rows: that of trusted ones is nobody's."""
+    """How much of a unit is each rater's word, in rows: that of trusted ones counts for no rater."""
     parts: dict[Rater, float] = defaultdict(float)
     for row in unit.rows:
         by = words.get(row, {})
@@ -165,7 +165,7 @@ def _parts(words: Mapping[int, Mapping[Rater, float]], unit: Unit) -> dict[Rater
 
 
 def _words(connection: Connection, ids: Collection[int], rules: BatchRules) -> dict[int, dict[Rater, float]]:
-    """Whose feedback counts for each row's reward, and how much; nobody's but a trusted rater's, where one spoke."""
+    """Whose feedback counts for each row's reward, and how much; only a trusted rater's, where there is one."""
     names = select(*(experiences.c[name] for name in ("id", "msg_id", *TRAJECTORY)))
     rows = find(connection.execute, names, experiences.c.id, ids)
     columns = select(*(feedback.c[name] for name in ("msg_id", *TRAJECTORY, "source"))).distinct()
@@ -187,7 +187,7 @@ def _words(connection: Connection, ids: Collection[int], rules: BatchRules) -> d
 
 
 def _weights(connection: Connection, rules: BatchRules) -> Callable[[Rater], float]:
-    """How much each voice weighs, from 0 to 1: less, the more or less it says than its tenant's median voice."""
+    """How much each voter weighs, from 0 to 1: less, the further its count of events is from its tenant's median."""
     counts: dict[str, Counter[Rater]] = defaultdict(Counter)
     for tenant, source in connection.execute(_NEWEST):
         if (tenant, source or "") not in rules.trusted_raters:
@@ -355,7 +355,7 @@ def next_of(tenant: str, rules: BatchRules, size: int) -> Select[Any]:
 
 
 def by_index(statement: str, dialect: str, rules: BatchRules) -> TextClause:
-    """TENANTS, UNSAMPLED or EDITED_GROUPS. SQLite must be told the index: by itself it takes one of all states."""
+    """TENANTS, UNSAMPLED or EDITED_GROUPS. SQLite needs the index's name: by itself it uses one of all states."""
     hint = f"INDEXED BY {_INDEXES[statement]}" if dialect == "sqlite" else ""
     return text(statement.format(hint=hint)).bindparams(policy=rules.policy)
 

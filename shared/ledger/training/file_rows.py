@@ -24,7 +24,7 @@ from tuneloop.shared.ledger.training.training import fence, newest_version
 
 ENDPOINT = "file"
 
-#: What a row says of log-probabilities that nobody sampled.
+#: The log-probabilities of a row that was not sampled.
 UNSAMPLED = "of a file"
 
 #: What a row is rewarded with that is to be learnt, unless it has feedback.

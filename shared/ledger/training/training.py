@@ -104,7 +104,7 @@ class Training(RewardsPart):
         with self._write() as connection:
             fence(connection, epoch)
             connection.execute(update(epochs).where(epochs.c.epoch == epoch).values(seen_at=now))
-            # Not each time: it writes every row anew.
+            # Not each time: it writes every row again.
             half_over = and_(
                 and_(experiences.c.state == State.LEASED, experiences.c.lease_epoch == epoch),
                 experiences.c.lease_until < now + LEASE_S / 2,
@@ -158,8 +158,8 @@ class Training(RewardsPart):
         `publish(version)` puts the checkpoint in its place and returns its path and the sha256 of its manifest. It runs
         between two transactions that look at the same: a disk may be slower than the database is patient. Raises
         LeaseLost if any of the rows is not leased under the epoch any more, or is named twice; ParentEnded if `parent`
-        was rejected or rolled back. Nothing is published then, unless that happens meanwhile: what was put there is
-        nobody's, and deleted with old versions.
+        was rejected or rolled back. Nothing is published then, unless that happens meanwhile: what was put there has
+        no owner, and is deleted with old versions.
         """
         with self._write() as connection:
             version = _number_of_next(connection, epoch, ids, parent, policy)

@@ -83,7 +83,7 @@ def _sample(sums: Any, shift: float = 0.0) -> SampleStatistics:
     return found._replace(mean=found.mean + shift) if found.replies else found
 
 
-#: Trained replies of a version by which its delay is told.
+#: Trained replies of a version by which its delay is measured.
 _TRAINED = 1_000
 
 

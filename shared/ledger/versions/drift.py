@@ -14,18 +14,18 @@ from tuneloop.shared.ledger.storage.database import LedgerPart, find
 from tuneloop.shared.ledger.storage.schema import exchanges, experiences, feedback, raters
 from tuneloop.shared.settings.feedback import RewardRule
 
-#: From so many voices, or tenants, on, one alone raises nothing.
+#: From so many voters, or tenants, on, one alone raises nothing.
 MANY = 3
 
-#: The part of the events looked at that one voice may always have.
+#: The part of the examined events that one voter may always have.
 LEAST_PART = 1 / 20
 
-#: A voice that says nothing for so many seconds, a week, is one no more.
+#: A voter without an event for so many seconds, a week, is not counted.
 SILENT_S = 7 * 86400.0
 
 
 class SuspectEvent(NamedTuple):
-    """An event: its place in the ledger, when it came, by whom, and whether it is `amiss`."""
+    """An event: its place in the ledger, when it came, its source, and whether it is `amiss`."""
 
     id: int
     received_at: float
@@ -34,12 +34,12 @@ class SuspectEvent(NamedTuple):
 
 
 def most_of_one(count: int, voices: int) -> int:
-    """How many events of one voice count, where `count` of all voices are looked at."""
+    """How many events of one voter count, where `count` of all voters are examined."""
     return max(1, int(count * LEAST_PART), count // voices)
 
 
 def share_amiss(events: Iterable[SuspectEvent], count: int) -> float | None:
-    """The share amiss of `count` events, evenly of voices, without the voice and tenant with most; None if fewer."""
+    """The share amiss of `count` events, evenly of voters, without the voter and tenant with most; None if fewer."""
     newest_first = sorted(events, key=lambda each: each.id, reverse=True)
     if len(newest_first) < count:
         return None
@@ -133,7 +133,7 @@ def newest_of_key(of: KeyWithFeedback, wanted: ColumnElement[bool], count: int) 
 LONGEST = 2000
 
 
-# So many keys are looked at, of each tenant in turn that which spoke last.
+# So many keys are looked at, of each tenant in turn the key with the latest event.
 _MOST_KEYS = 100
 
 
@@ -174,7 +174,7 @@ class Drift(LedgerPart):
         return max(latest.count(source) for source in set(latest)) / count
 
     def extreme_share(self, count: int, rule: RewardRule) -> float | None:
-        """The part of the newest numbers under metrics that count that is beyond the clip, as voices share in it."""
+        """The part of the newest numbers under metrics that count that is beyond the clip, as voters share in it."""
         weights = {metric: weight for metric, weight in rule.weights.items() if weight}
         low, high = rule.clip or (-MAX_REWARD, MAX_REWARD)
         numbers = and_(feedback.c.kind == Kind.NUMBER, feedback.c.metric.in_(weights), ~_IS_QUARANTINED)
@@ -185,7 +185,7 @@ class Drift(LedgerPart):
         return share_amiss(events, count)
 
     def _newest_of_voices(self, count: int, wanted: ColumnElement[bool]) -> Iterator[Any]:
-        """The newest events of each key, `count` at least where it has them: whoever floods hides nobody."""
+        """The newest events of each key, `count` at least where it has them: a key with many events hides no other."""
         turns: Counter[str] = Counter()
         of_tenant: list[tuple[int, int, KeyWithFeedback]] = []
         for key in sorted(keys_with_feedback(self._read), key=lambda each: each.newest, reverse=True):

@@ -99,7 +99,7 @@ class VersionsNow(NamedTuple):
 
 
 class RegisteredVersions(LedgerPart):
-    """Those of one policy, as they are; `all`, `get` and what is told of events are of every policy."""
+    """Those of one policy, as they are; `all`, `get` and what events say are of every policy."""
 
     def __init__(self, transactions: Transactions, policy: int = 0) -> None:
         super().__init__(transactions)
@@ -342,7 +342,7 @@ class Versions(RegisteredVersions):
 
     @contextmanager
     def hold(self) -> Iterator[list[VersionsNow]]:
-        """The same; inside, nobody decides about any, or registers one."""
+        """The same; inside, no other process decides about a version or registers one."""
         with self._write() as connection:
             alone(connection, "promote")
             yield _lines(

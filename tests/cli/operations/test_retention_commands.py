@@ -116,7 +116,7 @@ def test_erase_tells_of_an_outbox_that_no_explorer_clears(file: Path, ledger: Le
     done = ran(*erase)
     assert done.exit_code == 1
     folder = settings.outbox_dir
-    assert f"not reached: 1 file of {folder} may hold text of theirs, and no explorer runs" in done.output
+    assert f"not reached: 1 file of {folder} may hold their text, and no explorer runs" in done.output
     assert f"`tuneloop outbox drain {folder}`" in done.output
 
 
@@ -152,7 +152,7 @@ def test_erase_names_the_tasks_and_runs_that_traces_still_hold(file: Path, ledge
     names = [f"{run:02}" for run in range(24)] + ["ann's trip"]
     assert json.loads("".join(told("erase", "-c", file, "--user", "ann", "--dry-run", "--json")))["labels"] == names
     assert told("erase", "-c", file, "--user", "ann")[-2:] == [
-        "tasks and runs of theirs, whose names traces still hold if you exported any",
+        "their tasks and runs, whose names traces still hold if you exported any",
         f"  {', '.join(names[:20])} and 5 more: --json lists them",
     ]
 

@@ -482,7 +482,7 @@ def test_of_an_engine_of_others_that_does_not_come_back_it_is_said_that_it_is_no
         register(explorer.ledger, explorer.settings.job_dir)
         eventually(lambda: any(each["event"] == "engine_not_put_back" for each in logs))
     said = next(each for each in logs if each["event"] == "engine_not_put_back")
-    assert "engines of engine_urls are not ours to start anew" in said["sentence"]
+    assert "engines of engine_urls are not ours to start again" in said["sentence"]
 
 
 @pytest.mark.parametrize(

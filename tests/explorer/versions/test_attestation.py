@@ -26,7 +26,7 @@ from tuneloop.shared.ledger.recording.attestation import Attestations, Distruste
 pytestmark = pytest.mark.contract
 
 PROBE_S = 0.2
-ANOTHER = "somebody else has, such as another explorer"
+ANOTHER = "another process has, such as another explorer"
 
 
 def outcomes(explorer: RunningExplorer) -> dict[str, float]:

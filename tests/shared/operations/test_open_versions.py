@@ -62,7 +62,7 @@ def evaluated(ledger: Ledger, version: int, evaluator: Evaluator, tasks: float =
 @pytest.mark.usefixtures("made")
 def test_a_candidate_that_nothing_is_in_the_way_of_waits_for_the_explorer(options: dict[str, Any]) -> None:
     (line,) = lines(options)
-    assert re.fullmatch(f"version 2 waits {SINCE}: the explorer has not taken it up yet; .*", line)
+    assert re.fullmatch(f"version 2 waits {SINCE}: the explorer has not loaded it yet; .*", line)
 
 
 def test_where_all_is_decided_nothing_is_told(made: Ledger, options: dict[str, Any]) -> None:
@@ -126,4 +126,4 @@ def test_what_the_gate_lacks_is_told(made: Ledger, options: dict[str, Any], engi
     evaluated(made, 1, evaluator, tasks=8)
     assert why() == f"at the gate: the {evaluator} has evaluated it and the champion on different tasks"
     evaluated(made, 1, evaluator)
-    assert why().startswith("the explorer has not taken it up yet")
+    assert why().startswith("the explorer has not loaded it yet")

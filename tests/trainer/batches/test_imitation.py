@@ -36,7 +36,7 @@ GOOD, EDGE, BAD = sample(0, reward=1.0), sample(1, reward=0.5), sample(2, reward
 EDITED = sample(3, reward=0.0, demonstration="so")
 CUT = sample(4, reward=1.0, finish_reason="length")
 ALL = [GOOD, EDGE, BAD, EDITED, CUT]
-TOO_LOW, NOT_EDITED = "not imitated: its reward is below 0.5", "not imitated: nobody edited it"
+TOO_LOW, NOT_EDITED = "not imitated: its reward is below 0.5", "not imitated: it was not edited"
 WORSE = "not imitated: another run of its group has a better reward"
 CUT_OFF = "not imitated: it was cut off at its token limit"
 

@@ -1,5 +1,6 @@
 """This file is `tuneloop purge` and `tuneloop erase`: in the ledger, and in the exported files."""
 
+import hashlib
 import os
 import stat
 from collections import Counter
@@ -232,6 +233,8 @@ def erase_line(ledger: Ledger, job_dir: Path, file_id: str, line: int, *, dry_ru
                 stored.write(b" " * (end - begin))
                 stored.flush()
                 os.fsync(stored.fileno())
+                stored.seek(0)
+                ledger.files.set_digest(file.id, hashlib.file_digest(stored, "sha256").hexdigest())
     except FileNotFoundError:
         pass  # it was deleted, and no job needs it any more
     except OSError as error:

@@ -129,9 +129,6 @@ class LineChecks:
 #: Until a job is tried again whose service does not answer.
 _PAUSE_S = 5.0
 
-#: A job fails whose model is not found for so long: a policy that was just made may be unknown for a moment.
-_MISSING_S = 600.0
-
 #: Requests of a job that are in flight at once, and the prompts of a validation file that are asked.
 _CONCURRENT, _VALIDATED = 16, 256
 
@@ -146,10 +143,6 @@ _BATCH_TIMEOUT_S = 2.0
 _EVENTS = 500
 
 Wait = Callable[[float], Awaitable[bool]]
-
-
-class _NotFound(EngineError):
-    pass
 
 
 class ReinforcementJobs:
@@ -167,8 +160,6 @@ class ReinforcementJobs:
         self._tokens = TokenSigner(load_key(settings.job_dir / KEY))
         self._driving: dict[str, asyncio.Task[None]] = {}
         self._reasons: dict[str, str] = {}
-        #: Since when, by the loop's time, a job gets no other answer than 404.
-        self._missing: dict[str, float] = {}
 
     async def run(self) -> None:
         try:
@@ -209,19 +200,11 @@ class ReinforcementJobs:
             limits, timeout_s = httpx.Limits(max_connections=_CONCURRENT), self._settings.explorer.request_timeout
             return httpx.AsyncClient(base_url=self._find_url(), auth=sign, timeout=timeout_s, limits=limits)
 
-        run: JobRun | None = None
         try:
             # The model's own name means the job's policy to the one, and the default policy to graders.
             async with open_client(job.policy) as client, open_client(0) as graders:
-                run = JobRun(job, self._settings, self._ledger, client, graders, self._wait)
-                await run.run()
+                await JobRun(job, self._settings, self._ledger, client, graders, self._wait).run()
         except (LedgerUnavailable, EngineError) as error:
-            now = asyncio.get_running_loop().time()
-            if not isinstance(error, _NotFound) or (run and run.has_stepped):
-                self._missing.pop(job.id, None)
-            elif now - self._missing.setdefault(job.id, now) >= _MISSING_S:
-                await self._fail(job, error)
-                return
             log.warning("reinforcement_put_off", job=job.id, reason=str(error))
             if isinstance(error, EngineError) and self._reasons.get(job.id) != str(error):
                 self._reasons[job.id] = str(error)
@@ -259,7 +242,6 @@ class JobRun:
         self._grader, self._asked = check_grader(job.grader), dict(job.hyperparameters)
         self._line = ledger.versions.of(job.policy)
         self._refused: dict[int, str] = {}
-        self.has_stepped = False
 
     async def run(self) -> None:
         """Do its steps.
@@ -292,7 +274,6 @@ class JobRun:
                 done["valid_mean_reward"] = valid = await self._validate(job.validation_file)
                 message += f", validation mean reward={valid:.4f}"
             await asyncio.to_thread(partial(ledger.jobs.note, job.id, message, data=done))
-            self.has_stepped = True
         champion = await asyncio.to_thread(self._line.champion)
         if champion.begins:
             raise JobRefused("no step changed the model: the samples of each prompt always had the same reward")
@@ -432,6 +413,7 @@ _T = TypeVar("_T")
 
 
 async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer. Raises JobRefused for a model that there is not, RequestRefused, and EngineError."""
     try:
         answer = await client.post(path, json=body)
         found = answer.json()
@@ -439,10 +421,13 @@ async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> di
         raise EngineError(f"the service does not answer: {type(error).__name__}") from None
     if answer.status_code == 200:
         return dict(found)
-    message = str((found.get("error") or {}).get("message"))
+    refusal = found.get("error") or {}
+    message = str(refusal.get("message"))
+    if refusal.get("code") == "model_not_found":
+        raise JobRefused(message)
     if answer.status_code in _REFUSALS:
         raise RequestRefused(message, status=answer.status_code)
-    raise (_NotFound if answer.status_code == 404 else EngineError)(message)
+    raise EngineError(message)
 
 
 async def gather(*parts: Coroutine[Any, Any, _T]) -> list[_T]:

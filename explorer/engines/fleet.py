@@ -2,38 +2,32 @@
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
-from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.model_routes import (
     AdapterView,
-    KnownNames,
-    ModelRoute,
     PolicyKey,
     PolicyTable,
     PolicyView,
     RoutingKey,
     VersionPin,
     no_model,
-    pin_of,
-    route_to_policy,
 )
 from tuneloop.explorer.engines.prefix_affinity import PrefixAffinity, rendezvous
 from tuneloop.explorer.engines.vllm import EngineControl
-from tuneloop.explorer.http.bodies import wrong_type
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.privacy.detection import api_keys
 from tuneloop.shared.process_time import cpu_seconds
-from tuneloop.shared.settings.settings import Settings
 
 #: So many more requests than the least busy one an engine that has a prefix may have, and one that may have it, beside
 #: a quarter more. The latter is of each worker: all of them prefer the same engine for the same beginning.
@@ -43,6 +37,9 @@ _WHOLE = 2**64
 
 #: How often a request has a version of a policy loaded: what was loaded may have made room for others by then.
 _LOADS = 3
+
+#: How long a request waits for the policies that the ledger has now, in seconds.
+_LEARN_S = 1.0
 
 #: Less is how long ago a version was asked that is being asked: such versions make room last.
 _BEING_ASKED = 1e9
@@ -74,45 +71,6 @@ def _bucket(salt: bytes, key: str) -> float:
 def in_share(purpose: bytes, msg_id: str, share: float) -> bool:
     """Whether a reply is one of the share that is taken for a purpose; always the same for the same reply."""
     return _bucket(purpose, msg_id) < share
-
-
-class PinParser:
-    def __init__(self, settings: Settings) -> None:
-        #: The model's own name, as engines know it.
-        self.model_name = settings.served_model_name
-        #: Whether clients may pin a version.
-        self.allowed = settings.explorer.version_pins
-        #: Its other names, and whether what is asked under them may be trained on.
-        self.aliases = {name: alias.train for name, alias in settings.model.aliases.items()}
-        self._serves_adapters = settings.model.lora.rank > 0
-
-    def route(self, body: Mapping[str, Any], caller: Caller, policies: PolicyTable | None) -> ModelRoute:
-        """What a body asks for; the model's own names are the policy of the key. Raises RequestRefused."""
-        pin, alias, model = self.parse(body), self.alias(body), body.get("model") or self.model_name
-        own = bool(pin or alias) or model == self.model_name
-        if own and not caller.policy:
-            return ModelRoute(None, pin, alias)
-        own_route = ModelRoute(None, pin, alias) if own else None
-        known = KnownNames((self.model_name, *self.aliases), adapters=self._serves_adapters, pins=self.allowed)
-        return route_to_policy(model, own_route, known, policies, tenant=caller.tenant, of_key=caller.policy)
-
-    def alias(self, body: Mapping[str, Any]) -> str | None:
-        model = body.get("model")
-        return model if isinstance(model, str) and model in self.aliases else None
-
-    def parse(self, body: Mapping[str, Any]) -> VersionPin | None:
-        """The version that a body is pinned to. Raises RequestRefused for no number, or a key in the model's place."""
-        model = body.get("model")
-        if not isinstance(model, str | None):
-            raise wrong_type("model", "a string")
-        if model and model != self.model_name and any(api_keys(model)):
-            raise no_model("a key stands in the place of its name")
-        if not self.allowed or not isinstance(model, str) or not model.startswith(f"{self.model_name}@"):
-            return None
-        number = model.removeprefix(f"{self.model_name}@")
-        if (pin := pin_of(number)) is None:
-            raise no_model(f"{self.model_name}@ must be followed by the number of a version")
-        return pin
 
 
 class EngineState(StrEnum):
@@ -274,6 +232,7 @@ class Fleet:
         self._load_version = load_version
         #: None: they are not known yet.
         self.policies: PolicyTable | None = PolicyTable()
+        self._learning, self._learn_began, self._has_learnt = asyncio.Lock(), -math.inf, False
         self.engines = list(engines)
         self._is_alone = is_alone
         self.split: TrafficSplit | None = None
@@ -460,10 +419,16 @@ class Fleet:
             raise RequestRefused("no engine is ready", status=503, code="engine_unavailable", retry_after_s=2.0)
         return engine
 
-    async def learn_policies(self, policy: int) -> PolicyTable | None:
-        if self._load_version is not None:
-            await self._load_version(policy, 0)
-        return self.policies
+    async def learn_policies(self) -> bool:
+        """Have all workers know the policies that the ledger has now, asked once for all who wait; whether they do."""
+        came = time.monotonic()
+        async with self._learning:
+            if self._learn_began < came and self._load_version is not None:
+                self._learn_began, self._has_learnt = time.monotonic(), False
+                with suppress(TimeoutError):
+                    reason = await asyncio.wait_for(self._load_version(0, 0), _LEARN_S)
+                    self._has_learnt = not reason
+            return self._has_learnt or self._load_version is None
 
     async def _load(self, key: PolicyKey) -> None:
         """Have an engine load what answers a key. Raises RequestRefused. To be called with `_changed` held."""

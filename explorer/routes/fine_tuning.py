@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -81,14 +81,12 @@ def add_routes(app: FastAPI, settings: Settings, ledger: Ledger) -> None:
             return page, [_finish_of(ledger, each) for each in page]
 
         page, ends = await _find(read, "after")
-        await _until_known(request, page)
         told = [describe_job(*each) for each in zip(page, ends, strict=True)]
         return page_response(told[:limit], more=len(told) > limit)
 
     @app.get(f"{PATH}/{{job_id}}")
     async def retrieve(request: Request, job_id: str) -> Response:
         job = await _find(lambda: jobs.get(job_id, caller_of(request.scope).tenant), "fine_tuning_job_id")
-        await _until_known(request, [job])
         return json_response(describe_job(job, await asyncio.to_thread(_finish_of, ledger, job)))
 
     _add_lists(app, ledger)
@@ -148,7 +146,7 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
     async def delete_model(request: Request, name: str) -> Response:
         caller = caller_of(request.scope)
 
-        def end() -> int:
+        def end() -> None:
             job = jobs.of_model(name, caller.tenant)
             if job is None or job.policy not in jobs.models():
                 raise no_model("only those of fine-tuning jobs of this key's tenant can be deleted, once")
@@ -160,11 +158,10 @@ def _add_decisions(app: FastAPI, ledger: Ledger) -> None:
                     f"the fine-tuning job {job.id} is {job.state}: cancel it first", status=409, code="job_not_over"
                 )
             ledger.policies.delete(job.policy, by=_actor(caller))
-            return job.policy
 
-        policy = await asyncio.to_thread(end)
+        await asyncio.to_thread(end)
         fleet: Fleet = request.app.state.services.fleet
-        await fleet.learn_policies(policy)
+        await fleet.learn_policies()
         return json_response({"id": name, "object": "model", "deleted": True})
 
 
@@ -200,7 +197,7 @@ def add_graders(app: FastAPI, *, timeout_s: float) -> None:
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}", headers=headers, timeout=timeout_s) as client:
             try:
                 found = await grade(grader, ModelSample(text=text, item=item or {}), asking(client))
-            except EngineError as error:
+            except (EngineError, JobRefused) as error:
                 found = Grade(reward=0.0, error="model_grader_server_error", details=str(error))
         details: dict[str, object] = {**dict.fromkeys(_ERRORS, False), **dict.fromkeys(_DETAILS)}
         details |= {found.error: True, f"{found.error}_details": found.details} if found.error else {}
@@ -216,17 +213,6 @@ async def _find(query: Callable[[], _T], param: str) -> _T:
         return await asyncio.to_thread(query)
     except JobRefused as error:
         raise RequestRefused(str(error), status=404, code="not_found", param=param) from None
-
-
-async def _until_known(request: Request, jobs: Iterable[Job]) -> None:
-    """Wait until all workers know the states of jobs: who reads that one has succeeded asks its model at once."""
-    fleet: Fleet = request.app.state.services.fleet
-    for job in jobs:
-        view = None if fleet.policies is None else fleet.policies.get(job.policy)
-        known = None if view is None or view.job is None else view.job.state
-        if known is not job.state and (known is not None or job.state is JobState.SUCCEEDED):
-            await fleet.learn_policies(job.policy)
-            return
 
 
 def _actor(caller: Caller) -> str:

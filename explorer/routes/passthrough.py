@@ -11,8 +11,8 @@ from fastapi.responses import Response
 from tuneloop.explorer.auth import TRINITY, caller_of
 from tuneloop.explorer.dialects.dialect import merged_header
 from tuneloop.explorer.engines.adapter_names import without_adapters
-from tuneloop.explorer.engines.fleet import Fleet, PinParser
-from tuneloop.explorer.engines.model_routes import JobNotOver, PolicyView, VersionPin
+from tuneloop.explorer.engines.fleet import Fleet
+from tuneloop.explorer.engines.model_routes import PinParser, PolicyView, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, check_template, parse_object, read_bytes
 from tuneloop.explorer.http.lists import json_response
 from tuneloop.explorer.limits import Admission, tokens_of
@@ -43,13 +43,14 @@ def _fleet(request: Request) -> Fleet:
     return fleet
 
 
-async def _policies(request: Request, fleet: Fleet) -> list[PolicyView]:
+async def _policies(request: Request, fleet: Fleet, name: str | None = None) -> list[PolicyView]:
+    """Those of a tenant, as the ledger has them now where a job was not over, or `name` was not one of theirs."""
     tenant, known = caller_of(request.scope).tenant, fleet.policies
-    for each in [] if known is None else known.of_tenant(tenant):
-        if each.job is not None and each.job.state not in _OVER:  # or it is by now
-            known = await fleet.learn_policies(each.id)
-            break
-    return [] if known is None else known.of_tenant(tenant)
+    policies = [] if known is None else known.of_tenant(tenant)
+    is_new = name is not None and not any(name in each.names for each in policies)
+    if is_new or any(each.job is not None and each.job.state not in _OVER for each in policies):
+        await fleet.learn_policies()
+    return [] if fleet.policies is None else fleet.policies.of_tenant(tenant)
 
 
 FleetOf = Annotated[Fleet, Depends(_fleet)]
@@ -71,7 +72,7 @@ def add_routes(app: FastAPI, pins: PinParser, *, max_body_bytes: int) -> None:
     async def model(request: Request, name: str, fleet: FleetOf) -> Response:
         if not name:
             raise HTTPException(404)
-        for each in await list_models(fleet, await _policies(request, fleet)):
+        for each in await list_models(fleet, await _policies(request, fleet, name)):
             if each.get("id") == name:
                 return json_response(each)
         message = "the model does not exist: GET /v1/models lists those that do"  # a key may stand in its place
@@ -103,10 +104,7 @@ def _add_forwarded(app: FastAPI, pins: PinParser, max_body_bytes: int) -> None:
         caller, turns = caller_of(request.scope), request.app.state.services.proxy.system_turns
         merge = turns.merge_counted if request.url.path == _COUNT else turns.merge
         merged, count = await merge(parsed)
-        try:
-            policy, pin, name = pins.route(merged, caller, fleet.policies)
-        except JobNotOver as error:  # or it is by now
-            policy, pin, name = pins.route(merged, caller, await fleet.learn_policies(error.policy))
+        policy, pin, name = await pins.route(merged, caller, fleet)
         upstream = with_own_uuids(merged, caller.tenant)
         if pin is not None or name:
             upstream = upstream | {"model": pins.model_name}

@@ -56,6 +56,9 @@ log = structlog.get_logger()
 #: How often the lines are looked at, at most, and how often a trial is, in seconds.
 _LOOK_S, _DECIDE_S = 1.0, 5.0
 
+#: Requests for unknown names have the ledger asked this often at most, in seconds, however many they are.
+_READ_AGAIN_S = 0.1
+
 #: How long a version that comes waits for the unloading of the one that made room, which may be in flight, in seconds;
 #: and how many may be in flight so.
 _UNLOAD_S, _MOST_UNLOADING = 0.5, 4
@@ -133,6 +136,8 @@ class PolicyServing:
         async with self._reading:  # else an older view could come last
             if self._read_began >= since:
                 return
+            if since < math.inf:
+                await asyncio.sleep(self._read_began + _READ_AGAIN_S - time.monotonic())
             self._read_began = time.monotonic()
             jobs = await asyncio.to_thread(self._ledger.jobs.models)
             policies = await asyncio.to_thread(self._ledger.policies.all)
@@ -240,8 +245,10 @@ class PolicyServing:
     async def load(self, policy: int, number: int) -> str:
         """Have a version of a policy on the engines that are ready; why that cannot be, empty where it can."""
         if not number:  # have the workers know what the ledger says of policies now
-            with suppress(LedgerUnavailable):
+            try:
                 await self._read(time.monotonic())
+            except LedgerUnavailable as error:
+                return str(error)
             return ""
         if (loading := self._loads.get(number)) is None:
             loading = self._loads[number] = asyncio.create_task(self._load(policy, number))

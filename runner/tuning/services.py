@@ -138,10 +138,6 @@ class ServiceClient:
                 f"the service at {self.url} has no policy {self.policy}, and makes none for this api_key: give that of"
                 f" an administrator, or make it there by tuneloop policies create {self.policy} {said}"
             )
-        for _ in range(100):  # the service's workers get it within a second
-            if (await self._patiently(lambda: self._http.get(f"/v1/models/{self.policy}"), also={404})).is_success:
-                break
-            await asyncio.sleep(_LOOK_S)
         return True
 
     async def model_name(self) -> str:

@@ -108,6 +108,10 @@ class Files(LedgerPart):
         rows = [StoredFile(**row._mapping) for row in self._read(ordered.limit(limit + 1))]
         return FilePage(rows[:limit], len(rows) > limit)
 
+    def set_digest(self, file_id: str, sha256: str) -> None:
+        with self._write() as connection:
+            connection.execute(update(files).where(files.c.id == file_id).values(sha256=sha256))
+
     def delete(self, file_id: str) -> None:
         with self._write() as connection:
             connection.execute(update(files).where(files.c.id == file_id).values(deleted_at=self._clock()))

@@ -1,5 +1,6 @@
 """A line of a file is erased: in the ledger, in the file itself, and in what was exported."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def stored(ledger: Ledger, settings: Settings) -> Path:
     path = settings.job_dir / FILES / NAME
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps(each) + "\n" for each in LINES))
-    row: dict[str, Any] = {"purpose": "fine-tune", "filename": "a", "bytes": 1, "sha256": "", "created_by": ""}
+    row: dict[str, Any] = {"purpose": "fine-tune", "filename": "a", "sha256": "", "created_by": ""}
+    row["bytes"] = path.stat().st_size
     ledger.files.add(StoredFile(id=NAME, tenant="acme", created_at=0.0, **row))
     return path
 
@@ -73,6 +75,9 @@ def test_a_line_goes_everywhere_and_no_other_moves(file: Path, ledger: Ledger, s
     after = stored.read_bytes()
     assert len(after) == len(before)
     assert b'secret 1"' not in after
+    row = ledger.files.find(NAME)
+    assert row is not None
+    assert (row.bytes, row.sha256) == (len(after), hashlib.sha256(after).hexdigest())
     assert [line.number for line in read_lines(stored, "reinforcement")] == [*range(2, 13)]
     again = json.loads("".join(told(*command)))
     assert (again["exchanges"], again["versions"]) == (0, [])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.explorer import adapters
-from tests.explorer.running import MoodyLedger, RunningExplorer, explorer_running
+from tests.explorer.running import RunningExplorer, explorer_running
 from tuneloop.explorer import jobs
 from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import JobRefused
@@ -18,6 +18,7 @@ from tuneloop.shared.experience import JobState
 from tuneloop.shared.finetuning.job_plan import JobPlan
 from tuneloop.shared.finetuning.lines import FileCheck, LineMistake
 from tuneloop.shared.ledger.files import FILES, StoredFile
+from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import Job
 from tuneloop.shared.operations import job_requests
 from tuneloop.shared.settings.settings import Settings
@@ -78,7 +79,7 @@ def put(explorer: RunningExplorer, lines: Sequence[Any] = LINES, *, tenant: str 
 class TrainerDouble:
     """Makes the versions of jobs as a trainer would, without learning anything."""
 
-    def __init__(self, ledger: MoodyLedger, settings: Settings) -> None:
+    def __init__(self, ledger: Ledger, settings: Settings) -> None:
         self.ledger, self._settings = ledger, settings
 
     def begin(self, job_id: str) -> Job:

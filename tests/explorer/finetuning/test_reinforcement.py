@@ -226,15 +226,10 @@ def test_a_job_waits_while_the_engine_is_away_and_goes_on(explorer: RunningExplo
     assert set(asked_runs(explorer, job).values()) == {1}
 
 
-def test_a_job_whose_graders_model_does_not_exist_fails_after_a_while(
-    explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_whose_graders_model_does_not_exist_fails(explorer: RunningExplorer) -> None:
     asked = {"role": "user", "content": "Score {{sample.output_text}}"}
     grader = {"type": "score_model", "name": "m", "model": "missing", "input": [asked]}
     job = queued(explorer, uploaded(explorer, prompt("3+4=")), grader=grader)
-    eventually(lambda: any("The job waits" in each.message for each in explorer.ledger.jobs.events(job.id)))
-    assert explorer.ledger.jobs.get(job.id).state is JobState.RUNNING
-    monkeypatch.setattr(jobs, "_MISSING_S", 0.5)
     done = over(explorer, job)
     assert (done.state, "does not exist" in (done.error or {})["message"]) == (JobState.FAILED, True)
 

@@ -3,12 +3,14 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer import adapters
+from tests.explorer.finetuning.job_service import LINES, TrainerDouble
 from tests.explorer.finetuning.test_reinforcement import ASKED, GRADER, prompt
 from tests.explorer.processes.test_workers import Staff
 from tests.explorer.running import HELLO, eventually
@@ -26,6 +28,21 @@ def version(client: httpx.Client, name: str) -> int:
     return int(reply.headers["x-tuneloop-version"]) if reply.status_code == 200 else -reply.status_code
 
 
+def draft_of(http: httpx.Client, line: object, **but: Any) -> JobDraft:
+    """A job of one step on a file of one line."""
+    data, form = json.dumps(line).encode(), {"purpose": "fine-tune"}
+    return JobDraft(
+        tenant="default",
+        model="t",
+        parent=0,
+        training_file=http.post("/v1/files", files={"file": ("a.jsonl", data)}, data=form).json()["id"],
+        rows_in_all=1,
+        total_steps=1,
+        by="tests",
+        **{"options": {}} | but,
+    )
+
+
 def test_what_answers_at_one_worker_answers_at_the_other(tmp_path: Path, double: EngineDouble) -> None:
     lora = {"rank": adapters.RANK, "resident": 1}
     look = {"explorer__workers": 2, "explorer__service_status_check_interval": 0.1}
@@ -35,9 +52,9 @@ def test_what_answers_at_one_worker_answers_at_the_other(tmp_path: Path, double:
         staff = Staff(tmp_path, process, http, double)
         clients, ledger = [*staff.clients_of_both(stack).values()], staff.ledger()
         stack.callback(ledger.close)
+        assert [version(each, "one") for each in clients] == [-404, -404]
         policies = {name: ledger.policies.create(name, by="tests").id for name in ("one", "other")}
-        for name in policies:
-            eventually(lambda seen=name: all(version(each, seen) > 0 for each in clients))
+        assert all(version(each, name) > 0 for name in policies for each in clients), "each knows them at once"
         made = {}
         for name, number in policies.items():
             made[name] = adapters.register(ledger, job(tmp_path), base, policy=number)
@@ -50,6 +67,13 @@ def test_what_answers_at_one_worker_answers_at_the_other(tmp_path: Path, double:
         ledger.policies.delete(policies["one"], by="tests")
         eventually(lambda: [version(each, "one") for each in clients] == [-404, -404])
         assert [version(each, "other") for each in clients] == [made["other"]] * 2
+        asked = {"n_epochs": 1, "batch_size": 1, "learning_rate_multiplier": 1}
+        draft = draft_of(http, LINES[0], method="supervised", hyperparameters=asked)
+        for client in clients:
+            trained = ledger.jobs.create(draft)
+            eventually(lambda seen=trained.id: ledger.jobs.get(seen).state is JobState.QUEUED)
+            (number,) = TrainerDouble(ledger, load_settings(settings)).train(trained.id)
+            assert version(client, trained.name) == number, "each knows the model of a job at once"
 
 
 # A fine-tuning job and real workers: the process beside them finds their port, and takes files of theirs away.
@@ -60,27 +84,12 @@ def test_a_job_asks_the_workers_over_loopback(tmp_path: Path, double: EngineDoub
     settings = write_settings(tmp_path, **look, model__lora={"rank": adapters.RANK}, **attached_to(double))
     adapters.write_base(tmp_path / "model")
     with service(settings) as (_, http):
-        data = json.dumps(prompt("3+4=")).encode()
-        form = {"purpose": "fine-tune"}
-        file = http.post("/v1/files", files={"file": ("a.jsonl", data)}, data=form).json()["id"]
         ledger = Ledger.of(load_settings(settings))
-        draft = JobDraft(
-            tenant="default",
-            model="t",
-            parent=0,
-            options={"buffer.group_by": "task", "buffer.group_size": 2, "gate.mode": "off"}
-            | {"algorithm.algorithm_type": "grpo"},
-            method="reinforcement",
-            hyperparameters=ASKED | {"batch_size": 1},
-            grader=GRADER,
-            training_file=file,
-            rows_in_all=1,
-            total_steps=1,
-            by="tests",
-        )
-        job = ledger.jobs.create(draft)
+        options = {"buffer.group_by": "task", "buffer.group_size": 2, "algorithm.algorithm_type": "grpo"}
+        asked = {"hyperparameters": ASKED | {"batch_size": 1}, "grader": GRADER, "method": "reinforcement"}
+        job = ledger.jobs.create(draft_of(http, prompt("3+4="), options=options | {"gate.mode": "off"}, **asked))
         ledger.jobs.change(job.id, JobState.QUEUED, "queued")
-        task = f"{file}:1:{job.id}:0"
+        task = f"{job.training_file}:1:{job.id}:0"
         eventually(lambda: len(ledger.files.samples("default", [task])) == 2)
         eventually(lambda: all(each.reward is not None for each in ledger.files.samples("default", [task])))
         assert ledger.jobs.get(job.id).state is JobState.RUNNING

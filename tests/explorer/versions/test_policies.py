@@ -1,7 +1,10 @@
 """Policies on their engines: each answers with its own versions, who may ask which, and what one costs another."""
 
+import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer import adapters
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.engines.fleet import EngineState, PinParser, TrafficSplit
+from tuneloop.explorer.engines.fleet import EngineState, Fleet, TrafficSplit
+from tuneloop.explorer.engines.model_routes import PinParser
 from tuneloop.explorer.versions import policy_serving
 from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import RequestRefused
@@ -162,6 +166,21 @@ def test_a_name_that_there_is_not_is_refused_with_those_that_there_are(start: St
     assert explorer.http.post("/tokenize", json={"model": "none", "prompt": "a"}).status_code == 404
 
 
+def test_a_flood_of_names_that_there_are_not_hardly_reaches_the_database(
+    start: Start, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explorer = start(double, service_status_check_interval=1.0)
+    read, reads = explorer.ledger.jobs.models, list[int]()
+    monkeypatch.setattr(explorer.ledger.jobs, "models", lambda: reads.append(1) or read())
+    began = time.monotonic()
+    with ThreadPoolExecutor(16) as asking:
+        answers = [*asking.map(lambda number: explorer.chat(model=f"none-{number}").status_code, range(400))]
+    assert answers == [404] * 400
+    assert 1 <= len(reads) <= 2 + 11 * (time.monotonic() - began), "by itself once a second, and ten times"
+    explorer.ledger.policies.create("new", by="tests")
+    assert explorer.chat(model="new").status_code == 200
+
+
 def test_a_tenant_sees_its_own_policies_and_shared_ones(start: Start, double: EngineDouble) -> None:
     explorer = start(double)
     for name, tenant in (("shared", ""), ("mine", "acme"), ("theirs", "beta")):
@@ -202,11 +221,15 @@ def test_a_key_has_a_policy_of_its_own(start: Start, double: EngineDouble) -> No
 
 
 def test_while_policies_are_not_known_the_model_itself_answers(tmp_path: Path) -> None:
-    names = PinParser(served(tmp_path))
-    assert names.route({"model": MODEL}, Caller(), None).policy is None
+    async def is_away(policy: int, version: int) -> str:
+        return "the database is away"
+
+    names, fleet = PinParser(served(tmp_path)), Fleet([], wait_timeout_s=1.0, load_version=is_away)
+    fleet.policies = None
+    assert asyncio.run(names.route({"model": MODEL}, Caller(), fleet)).policy is None
     for body, caller in (({"model": "one"}, Caller()), ({}, Caller(policy=1))):
-        with pytest.raises(RequestRefused, match="not known yet") as caught:
-            names.route(body, caller, None)
+        with pytest.raises(RequestRefused, match="database cannot be asked") as caught:
+            asyncio.run(names.route(body, caller, fleet))
         assert (caught.value.status, caught.value.code) == (503, "policies_unknown")
 
 

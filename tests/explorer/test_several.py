@@ -178,12 +178,8 @@ def test_what_explorers_count_is_added_up_and_forgotten_in_time(engine: Engine) 
     explorers = Ledger(engine, clock=clock).explorers
     explorers.add("trial", {"asked": 2, "seconds": 0.5}, until=2000.0)
     explorers.add("trial", {"asked": 1}, until=2000.0)
-    assert [explorers.take("token", count, most=3, until=1500.0) for count in (2, 2, 1, 1)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
+    taken = [explorers.take("token", count, most=3, until=1500.0) for count in (2, 2, 1, 1)]
+    assert taken == [True, False, True, False]
     assert explorers.counts("trial") == {"asked": 3, "seconds": 0.5}
     clock.now = 1500.0
     assert explorers.take("token", 3, most=3, until=2500.0)

@@ -141,13 +141,10 @@ def test_the_older_hyperparameters_and_every_method_are_taken(explorer: RunningE
     assert null.status_code == 200
 
 
-def test_lines_are_counted_without_blank_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece", [1 << 20, 2])
+def test_lines_are_counted_without_blank_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(job_requests, "_PIECE_BYTES", piece)
     cases = {b"": 0, b"\n \n": 0, b"a": 1, b"a\n": 1, b"a\n\n b\n": 2, b"a\r\nb\r\n": 2}
     for data, count in cases.items():
         (tmp_path / "lines").write_bytes(data)
         assert job_requests.count_lines(tmp_path / "lines") == count, data
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_requests, "_PIECE_BYTES", 2)
-        for data, count in cases.items():
-            (tmp_path / "lines").write_bytes(data)
-            assert job_requests.count_lines(tmp_path / "lines") == count, data

@@ -66,14 +66,12 @@ def test_a_broken_line_fails_the_job_with_its_number(explorer: RunningExplorer, 
     assert ("error", True) in {(each["level"], "line 17" in each["message"]) for each in events}
 
 
-def test_of_many_mistakes_the_first_are_named(explorer: RunningExplorer) -> None:
+def test_of_many_mistakes_the_first_are_named_and_a_file_without_lines_fails(explorer: RunningExplorer) -> None:
     job = until(explorer, create(explorer, training_file=put(explorer, [b"{"] * 9)), "failed")
     said = job["error"]["message"]
     assert said.startswith("line 1: ")
     assert ("line 5: " in said, "line 6: " in said, "4 more" in said) == (True, False, True)
 
-
-def test_a_file_without_lines_fails(explorer: RunningExplorer) -> None:
     job = until(explorer, create(explorer, training_file=put(explorer, [])), "failed")
     assert re.search("has no lines|is empty", job["error"]["message"])
 

@@ -334,12 +334,8 @@ def test_parts_that_fail_end_the_others() -> None:
         raise LookupError("short")
 
     with pytest.raises(LookupError, match="short"):
-        asyncio.run(_both(long(), short()))
+        asyncio.run(jobs.gather(long(), short()))
     assert ended == [1]
-
-
-async def _both(*parts: Any) -> None:
-    await jobs.gather(*parts)
 
 
 # The Python of docs/files.md, Fine-tuning jobs, runs.

@@ -28,8 +28,7 @@ from tuneloop.explorer.dialects.dialect import (
     TextDialect,
 )
 from tuneloop.explorer.edge import Edge, SamplingRoute
-from tuneloop.explorer.engines.fleet import Fleet
-from tuneloop.explorer.engines.model_routes import PinParser
+from tuneloop.explorer.engines.fleet import Fleet, PinParser
 from tuneloop.explorer.feedback import routes as feedback
 from tuneloop.explorer.feedback import score_routes
 from tuneloop.explorer.feedback.routes import CommitRoute, FeedbackRoutes, TokenRoute

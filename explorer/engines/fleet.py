@@ -9,25 +9,32 @@ from contextlib import suppress
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
+from tuneloop.explorer.auth import Caller
 from tuneloop.explorer.engines.adapter_names import ModelRenaming
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.model_routes import (
     AdapterView,
+    ModelRoute,
+    ModelUnknown,
     PolicyKey,
     PolicyTable,
     PolicyView,
     RoutingKey,
     VersionPin,
     no_model,
+    pin_of,
 )
+from tuneloop.explorer.engines.movement import EngineMovement
 from tuneloop.explorer.engines.prefix_affinity import PrefixAffinity, rendezvous
 from tuneloop.explorer.engines.vllm import EngineControl
+from tuneloop.explorer.http.bodies import wrong_type
 from tuneloop.shared.errors import RequestRefused
-from tuneloop.shared.process_time import cpu_seconds
+from tuneloop.shared.privacy.detection import api_keys
+from tuneloop.shared.settings.settings import Settings
 
 #: So many more requests than the least busy one an engine that has a prefix may have, and one that may have it, beside
 #: a quarter more. The latter is of each worker: all of them prefer the same engine for the same beginning.
@@ -37,6 +44,9 @@ _WHOLE = 2**64
 
 #: How often a request has a version of a policy loaded: what was loaded may have made room for others by then.
 _LOADS = 3
+
+#: The name of the policy of all that names none.
+_DEFAULT_POLICY = "default"
 
 #: How long a request waits for the policies that the ledger has now, in seconds.
 _LEARN_S = 1.0
@@ -71,6 +81,82 @@ def _bucket(salt: bytes, key: str) -> float:
 def in_share(purpose: bytes, msg_id: str, share: float) -> bool:
     """Whether a reply is one of the share that is taken for a purpose; always the same for the same reply."""
     return _bucket(purpose, msg_id) < share
+
+
+class PinParser:
+    def __init__(self, settings: Settings) -> None:
+        #: The model's own name, as engines know it.
+        self.model_name = settings.served_model_name
+        #: Whether clients may pin a version.
+        self.allowed = settings.explorer.version_pins
+        #: Its other names, and whether what is asked under them may be trained on.
+        self.aliases = {name: alias.train for name, alias in settings.model.aliases.items()}
+        self._serves_adapters = settings.model.lora.rank > 0
+
+    async def route(self, body: Mapping[str, Any], caller: Caller, known: "Fleet") -> ModelRoute:
+        """What a body asks for; the ledger is asked for a model that is not known. Raises RequestRefused."""
+        try:
+            return self._route(body, caller, known.policies)
+        except ModelUnknown:  # or it is by now
+            if not await known.learn_policies() or known.policies is None:
+                raise RequestRefused(
+                    "no policy of that name is known, and the database cannot be asked for new ones now",
+                    status=503,
+                    code="policies_unknown",
+                    retry_after_s=1.0,
+                ) from None
+            return self._route(body, caller, known.policies)
+
+    def _route(self, body: Mapping[str, Any], caller: Caller, known: PolicyTable | None) -> ModelRoute:
+        """The model's own names are the policy of the key. Raises ModelUnknown, and RequestRefused as `parse` does."""
+        pin, alias, model = self.parse(body), self.alias(body), body.get("model") or self.model_name
+        is_own, tenant = bool(pin or alias) or model == self.model_name, caller.tenant
+        if is_own and not caller.policy:
+            return ModelRoute(None, pin, alias)
+        policies = PolicyTable() if known is None else known
+        if is_own:
+            policy, route = policies.get(caller.policy or 0), ModelRoute(None, pin, alias)
+            policy = policy if policy is not None and policy.tenant in {"", tenant} else None
+        elif (policy := policies.find(model, tenant)) is not None and policy.job is not None:
+            if model not in policy.job.models:
+                raise ModelUnknown(f"the fine-tuning job {policy.job.id} is {policy.job.state}")
+            route = ModelRoute(None, VersionPin(policy.job.models[model]), model)
+        else:
+            name, at, number = model.partition("@")
+            pin = pin_of(number) if self.allowed else None
+            route = ModelRoute(None, pin, name if pin or not at else "")
+            policy = policies.find(route.name or "", tenant)
+            policy = policy if policy is not None and policy.job is None else None
+        if policy is not None and self._serves_adapters:
+            return route._replace(policy=policy)
+        if policy is not None:
+            reason = "with model.lora.rank 0 an engine has one set of weights"
+            raise no_model(f"policy {policy.name} needs adapters: {reason}")
+        if not is_own and route.name == _DEFAULT_POLICY:
+            return route
+        if not is_own and not self._serves_adapters:
+            return ModelRoute(None, None, None)  # the engine says that it does not know it
+        gone = "the policy of this key was deleted; " if is_own else ""
+        names = [self.model_name, *self.aliases, *(name for each in policies.of_tenant(tenant) for name in each.names)]
+        raise ModelUnknown(f"{gone}this key may use {', '.join(names)}")
+
+    def alias(self, body: Mapping[str, Any]) -> str | None:
+        model = body.get("model")
+        return model if isinstance(model, str) and model in self.aliases else None
+
+    def parse(self, body: Mapping[str, Any]) -> VersionPin | None:
+        """The version that a body is pinned to. Raises RequestRefused for no number, or a key in the model's place."""
+        model = body.get("model")
+        if not isinstance(model, str | None):
+            raise wrong_type("model", "a string")
+        if model and model != self.model_name and any(api_keys(model)):
+            raise no_model("a key stands in the place of its name")
+        if not self.allowed or not isinstance(model, str) or not model.startswith(f"{self.model_name}@"):
+            return None
+        number = model.removeprefix(f"{self.model_name}@")
+        if (pin := pin_of(number)) is None:
+            raise no_model(f"{self.model_name}@ must be followed by the number of a version")
+        return pin
 
 
 class EngineState(StrEnum):
@@ -493,44 +579,3 @@ def pick_engine(
 def least_busy(engines: Iterable[Engine]) -> Engine | None:
     ready = [engine for engine in engines if engine.state is EngineState.READY]
     return min(ready, key=lambda engine: engine.in_flight, default=None)
-
-
-#: An engine that has sent nothing for so many seconds is asked for its counters.
-_ASK_S = 10.0
-
-#: Over so many seconds at least it is looked at whether processes compute, which they do for this part of the time.
-_OVER_S, _WORKS = 5.0, 0.02
-
-
-class EngineMovement:
-    """What is seen of one engine: `still_s` without a sign of work. `pid` is that of its guard."""
-
-    def __init__(self) -> None:
-        self.pid: int | None = None
-        self.still_s = self._cpu_s = self._looked_at = self._steps = 0.0
-        self._moved_at, self._seen = time.monotonic(), ("", 0)
-        self._worked_at = self._sent_at = float("-inf")
-
-    async def look(self, state: str, control: EngineControl, *, quiet_s: float | None) -> None:
-        """Look again. `quiet_s`: how long it has sent nothing to requests that wait; None where none does."""
-        now = time.monotonic()
-        if self.pid is not None and now - self._looked_at >= _OVER_S:
-            spent = cpu_seconds(self.pid)
-            self._worked_at = now if spent - self._cpu_s >= _WORKS * (now - self._looked_at) else self._worked_at
-            self._cpu_s, self._looked_at = spent, now
-        if quiet_s is not None:
-            self._sent_at = max(self._sent_at, now - quiet_s)
-        if (seen := (state, control.answered)) != self._seen or (quiet_s is None and not control.calls):
-            self._moved_at, self._seen = now, seen
-        self._moved_at = max(self._moved_at, self._sent_at, self._worked_at if state == "reloading" else 0.0)
-        if state == "ready" and now - self._moved_at >= _ASK_S:
-            steps = await control.steps()
-            if steps is None:  # because it is busy, or stands still
-                self._moved_at = max(self._moved_at, self._worked_at)
-            elif steps != self._steps:
-                self._steps, self._moved_at = steps, now
-        self.still_s = now - self._moved_at
-
-    def is_busy(self, since: float) -> bool:
-        """Whether it has computed, or sent something, since a moment."""
-        return max(self._worked_at, self._sent_at) > since

@@ -23,7 +23,7 @@ from tuneloop.explorer.dialects import dialect as dialects
 from tuneloop.explorer.dialects.dialect import MESSAGES, Dialect, ReplyWriter, SystemTurns, choice_count
 from tuneloop.explorer.edge import ClientRequest, Headers
 from tuneloop.explorer.engines import fleet, vllm
-from tuneloop.explorer.engines.model_routes import ModelRoute, PinParser, PolicyKey, RoutingKey
+from tuneloop.explorer.engines.model_routes import ModelRoute, PolicyKey, RoutingKey
 from tuneloop.explorer.engines.packing import wire
 from tuneloop.explorer.engines.prefix_affinity import hash_prefixes
 from tuneloop.explorer.http.bodies import (
@@ -246,7 +246,7 @@ class RequestParser:
         self._any_reply, self._record_share = settings.algorithm.of_any_reply, settings.buffer.record_share
         self.capture = CaptureChoice(explorer.capture)
         self._signer, self._tenants = signer, settings.tenants
-        self._pins, self._fleet = PinParser(settings), engines
+        self._pins, self._fleet = fleet.PinParser(settings), engines
         self._default_temperature = settings.model.temperature
         self._default_tokens, self._limit = settings.model.max_response_tokens, limit_of(settings)
         self._max_body_bytes, self._max_choices = explorer.max_body_bytes, explorer.max_choices

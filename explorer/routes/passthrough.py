@@ -11,8 +11,8 @@ from fastapi.responses import Response
 from tuneloop.explorer.auth import TRINITY, caller_of
 from tuneloop.explorer.dialects.dialect import merged_header
 from tuneloop.explorer.engines.adapter_names import without_adapters
-from tuneloop.explorer.engines.fleet import Fleet
-from tuneloop.explorer.engines.model_routes import PinParser, PolicyView, VersionPin
+from tuneloop.explorer.engines.fleet import Fleet, PinParser
+from tuneloop.explorer.engines.model_routes import PolicyView, VersionPin
 from tuneloop.explorer.http.bodies import as_utf8, check_template, parse_object, read_bytes
 from tuneloop.explorer.http.lists import json_response
 from tuneloop.explorer.limits import Admission, tokens_of

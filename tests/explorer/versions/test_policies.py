@@ -16,8 +16,7 @@ from tests.doubles.engine import MODEL, EngineDouble
 from tests.explorer import adapters
 from tests.explorer.running import HELLO, RunningExplorer, eventually, explorer_running
 from tuneloop.explorer.auth import Caller
-from tuneloop.explorer.engines.fleet import EngineState, Fleet, TrafficSplit
-from tuneloop.explorer.engines.model_routes import PinParser
+from tuneloop.explorer.engines.fleet import EngineState, Fleet, PinParser, TrafficSplit
 from tuneloop.explorer.versions import policy_serving
 from tuneloop.shared.checkpoints import Probe
 from tuneloop.shared.errors import RequestRefused

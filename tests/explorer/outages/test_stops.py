@@ -28,7 +28,7 @@ from tests.explorer.outages.test_missing_database import _alarm
 from tests.explorer.running import HELLO, MoodyLedger, RunningExplorer, eventually, explorer_running, settings_for
 from tests.explorer.test_main import attached_to, service, write_settings
 from tests.loop.harness.services import free_port
-from tuneloop.explorer.engines import fleet as fleet_module
+from tuneloop.explorer.engines import movement
 from tuneloop.explorer.versions import loading
 from tuneloop.explorer.versions.loading import Verifier, VerifierProcess, verify_wanted
 from tuneloop.runner.outbox import Outbox
@@ -47,7 +47,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stands still is told soon."""
     monkeypatch.setattr(diagnosis, "STILL_S", 3.0)
     monkeypatch.setattr(diagnosis, "APPEND_S", 2.0)
-    monkeypatch.setattr(fleet_module, "_ASK_S", 1.0)
+    monkeypatch.setattr(movement, "_ASK_S", 1.0)
 
 
 def ready(explorer: RunningExplorer) -> tuple[int, str]:

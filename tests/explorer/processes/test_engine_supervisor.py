@@ -18,8 +18,7 @@ from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
 from tests.explorer.processes.test_fresh_engines import end, open_engine, until
 from tests.explorer.running import HELLO, RunningExplorer, eventually, open_ledger, settings_for
-from tuneloop.explorer.engines import fleet as fleet_module
-from tuneloop.explorer.engines import vllm
+from tuneloop.explorer.engines import movement, vllm
 from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.process import EngineProcess
@@ -178,7 +177,7 @@ def computing() -> Iterator[int]:
 async def test_an_engine_that_works_is_not_ended_for_a_health_check_that_waits(
     tmp_path: Path, doubles: list[EngineDouble], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "_OVER_S", 0.5)
+    monkeypatch.setattr(movement, "_OVER_S", 0.5)
 
     async def be_busy(fleet: Fleet, processes: list[DoubleProcess]) -> None:
         engine = fleet.engines[0]

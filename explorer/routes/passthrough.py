@@ -44,7 +44,7 @@ def _fleet(request: Request) -> Fleet:
 
 
 async def _policies(request: Request, fleet: Fleet, name: str | None = None) -> list[PolicyView]:
-    """Those of a tenant, as the ledger has them now where a job was not over, or `name` was not one of theirs."""
+    """The policies of a tenant, as the ledger has them now where a job was not over, or none has the `name`."""
     tenant, known = caller_of(request.scope).tenant, fleet.policies
     policies = [] if known is None else known.of_tenant(tenant)
     is_new = name is not None and not any(name in each.names for each in policies)

@@ -12,8 +12,10 @@ pytestmark = pytest.mark.contract
 ON_BOTH = pytest.mark.parametrize("postgres", [False, pytest.param(True, marks=pytest.mark.postgres)])
 
 
-def assert_nothing_is_lost_nor_twice(folder: Path, *, kills: int, exchanges: int, postgres: bool) -> None:
-    report = run(folder, kills=kills, exchanges=exchanges, postgres=postgres)
+def assert_nothing_is_lost_nor_twice(
+    folder: Path, *, kills: int, exchanges: int, postgres: bool, policies: bool = False
+) -> None:
+    report = run(folder, kills=kills, exchanges=exchanges, postgres=postgres, policies=policies)
     assert report.verdict.spotless, report
     sys.stdout.write(f"{report}\n")
     assert len(report.kills) == (6 if postgres else 4)
@@ -21,7 +23,7 @@ def assert_nothing_is_lost_nor_twice(folder: Path, *, kills: int, exchanges: int
     assert report.exchanges >= exchanges
     assert report.sent_twice
     assert report.corrected
-    assert report.versions
+    assert len(report.versions) == 1 + policies, "each policy has learnt"
 
 
 @ON_BOTH
@@ -29,6 +31,13 @@ def test_through_kills_of_every_process_nothing_is_lost_and_nothing_happens_twic
     tmp_path: Path, postgres: bool
 ) -> None:
     assert_nothing_is_lost_nor_twice(tmp_path, kills=8, exchanges=100, postgres=postgres)
+
+
+@ON_BOTH
+def test_through_kills_under_two_policies_nothing_is_lost_and_nothing_happens_twice(
+    tmp_path: Path, postgres: bool
+) -> None:
+    assert_nothing_is_lost_nor_twice(tmp_path, kills=8, exchanges=250, postgres=postgres, policies=True)
 
 
 @pytest.mark.soak

@@ -34,7 +34,7 @@ def checkpoint(folder: Path, version: int, *, step: int, updates: int, counted: 
 
 
 def version(number: int, *, step: int, consumed: int, path: Path = Path("base"), state: str = "retired") -> Any:
-    return SimpleNamespace(version=number, state=state, step=step, consumed=consumed, path=str(path))
+    return SimpleNamespace(version=number, policy=0, state=state, step=step, consumed=consumed, path=str(path))
 
 
 def found_in(folder: Path) -> SimpleNamespace:

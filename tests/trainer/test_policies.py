@@ -18,6 +18,8 @@ from tuneloop.shared.ledger.training.training import Training
 from tuneloop.trainer import policies
 from tuneloop.trainer.loop import TrainingLoop, run
 
+pytestmark = pytest.mark.contract
+
 GRPO = {"algorithm.algorithm_type": "reinforce", "algorithm.kl_coef": 0.0}
 
 

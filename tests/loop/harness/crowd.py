@@ -4,7 +4,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Self, TypeVar
@@ -76,13 +76,14 @@ class Crowd(Load):
     """Clients, one question after the other in each lane.
 
     A lane asks a few questions, gives feedback on most of them, some of it twice at once, corrects some of it, commits,
-    and corrects some again. It commits only what is its own. What fails is tried again until it succeeds.
+    and corrects some again. It commits only what is its own. What fails is tried again until it succeeds. The lanes ask
+    `models` in turn.
     """
 
-    def __init__(self, url: str, *, lanes: int, seed: int) -> None:
+    def __init__(self, url: str, *, lanes: int, seed: int, models: Sequence[str] = (MODEL,)) -> None:
         super().__init__(url)
         self.book = Book()
-        self._lanes, self._seed = lanes, seed
+        self._lanes, self._seed, self._models = lanes, seed, models
 
     @property
     def gave_up(self) -> bool:
@@ -91,12 +92,13 @@ class Crowd(Load):
     async def _run(self) -> None:
         async with httpx.AsyncClient(base_url=self._url, timeout=30) as http, asyncio.TaskGroup() as group:
             for number in range(self._lanes):
-                group.create_task(_Lane(http, self.book, f"lane-{number}", self._seed).run(self._stop))
+                lane = _Lane(http, self.book, f"lane-{number}", self._seed, self._models[number % len(self._models)])
+                group.create_task(lane.run(self._stop))
 
 
 class _Lane:
-    def __init__(self, http: httpx.AsyncClient, book: Book, task: str, seed: int) -> None:
-        self._http, self._book, self._task = http, book, task
+    def __init__(self, http: httpx.AsyncClient, book: Book, task: str, seed: int, model: str) -> None:
+        self._http, self._book, self._task, self._model = http, book, task, model
         self._chance = random.Random(f"{task} {seed}")
 
     async def run(self, stop: threading.Event) -> None:
@@ -161,7 +163,7 @@ class _Lane:
 
     def _question(self, *, stream: bool) -> dict[str, object]:
         messages = [{"role": "user", "content": "hi"}]
-        return {"model": MODEL, "messages": messages, "stream": stream, "metadata": {"task_id": self._task}}
+        return {"model": self._model, "messages": messages, "stream": stream, "metadata": {"task_id": self._task}}
 
 
 async def _until_done(what: Callable[[], Awaitable[_T]]) -> _T:

@@ -44,6 +44,9 @@ from tuneloop.shared.ledger.storage.database import connect
 
 BATCH, STEPS_PER_VERSION, LANES = 32, 2, 12
 
+#: The policy that is trained beside the default one.
+POLICY = "side"
+
 #: What a service logs when it has all that it needs: from then on, nothing but a signal may end it.
 _UP = {"explorer": b"explorer_listening", "trainer": b"trainer_ready"}
 _SETTLED_S = 600
@@ -67,7 +70,7 @@ class Report:
     feedbacks: int
     sent_twice: int
     corrected: int
-    versions: int
+    versions: dict[int, int]
     states: dict[str, int]
     started_again: dict[str, int]
     load_s: int
@@ -152,15 +155,23 @@ class Stage:
 
 
 def run(
-    folder: Path, *, kills: int, exchanges: int = 0, postgres: bool = False, seed: int = 0, longest_pause_s: float = 2.5
+    folder: Path,
+    *,
+    kills: int,
+    exchanges: int = 0,
+    postgres: bool = False,
+    policies: bool = False,
+    seed: int = 0,
+    longest_pause_s: float = 2.5,
 ) -> Report:
-    """Kill something until there were so many `kills`, and so many `exchanges`."""
+    """Kill something until there were so many `kills`, and so many `exchanges`; with `policies` two are trained."""
     chance, lineage, moments = random.Random(seed), Lineage(BATCH), Counter[str]()
-    with _stage(folder, chance, postgres=postgres) as stage:
+    models = [MODEL, POLICY] if policies else [MODEL]
+    with _stage(folder, chance, postgres=postgres, policies=policies) as stage:
         settings = stage.explorer.settings
         database = connect(settings.database_url, schema=settings.buffer.trainer_input.experience_buffer.name)
         begun = time.monotonic()
-        with Crowd(stage.explorer.url, lanes=LANES, seed=seed) as crowd:
+        with Crowd(stage.explorer.url, lanes=LANES, seed=seed, models=models) as crowd:
             for kind in _deck(stage.deck, chance):
                 if crowd.gave_up or (stage.kills.total() >= kills and len(crowd.book.replies) >= exchanges):
                     break
@@ -173,7 +184,7 @@ def run(
                 stage.kill(kind)
             wait_for(lambda: stage.revive() or _ready(stage), why="the explorer does not come back")
         load_s = round(time.monotonic() - begun)
-        _settle(stage, database, lineage)
+        _settle(stage, database, lineage, left=len(models) * BATCH * STEPS_PER_VERSION)
         try:
             ledger = Ledger(database)
             more: dict[str, Any] = {"moments": dict(moments)}
@@ -184,9 +195,9 @@ def run(
 
 
 @contextmanager
-def _stage(folder: Path, chance: random.Random, *, postgres: bool) -> Iterator[Stage]:
+def _stage(folder: Path, chance: random.Random, *, postgres: bool, policies: bool) -> Iterator[Stage]:
     server, port = Postmaster() if postgres else None, free_port()
-    stage = Stage(_settings(folder, port, server.url if server else None), port, server, chance)
+    stage = Stage(_settings(folder, port, server.url if server else None, policies=policies), port, server, chance)
     try:
         stage.explorer.wait_until_ready()
         yield stage
@@ -196,7 +207,7 @@ def _stage(folder: Path, chance: random.Random, *, postgres: bool) -> Iterator[S
             server.close()
 
 
-def _settings(folder: Path, engine_port: int, database: str | None) -> Path:
+def _settings(folder: Path, engine_port: int, database: str | None, *, policies: bool) -> Path:
     experience_buffer = {"path": database} if database else {}
     buffer = {"train_batch_size": BATCH, "trainer_input": {"experience_buffer": experience_buffer}}
     config = write_settings(folder, make_model(folder / "model"), buffer=buffer)
@@ -204,6 +215,9 @@ def _settings(folder: Path, engine_port: int, database: str | None) -> Path:
     values["model"]["served_model_name"] = MODEL
     values["explorer"]["rollout_model"] = {"engine_urls": [f"http://127.0.0.1:{engine_port}"], "dtype": "float32"}
     values["trainer"] |= {"save_interval": STEPS_PER_VERSION, "max_checkpoints_to_keep": 20, "async_save": True}
+    if policies:
+        values["model"]["lora"] = {"rank": 4}
+        values["policies"] = {POLICY: {}}
     config.write_text(yaml.safe_dump(values))
     return config
 
@@ -258,14 +272,14 @@ def _look(lineage: Lineage, database: Engine) -> None:
         lineage.look(version_rows(database))
 
 
-def _settle(stage: Stage, database: Engine, lineage: Lineage) -> None:
-    """Wait until all that was acknowledged is in the database, and too little is left for another version."""
+def _settle(stage: Stage, database: Engine, lineage: Lineage, *, left: int) -> None:
+    """Wait until all that was acknowledged is in the database, and fewer rows than `left` wait for a version."""
     deadline, ledger = time.monotonic() + _SETTLED_S, Ledger(database)
     # Answered only when the outbox is empty; nobody has this task.
     while not _posted(f"{stage.explorer.url}/commit", {"task_id": "nobody"}):
         assert time.monotonic() < deadline, "the outbox does not get into the database"
         _pause(stage, 0.2)
-    while (counts := ledger.reports.counts())[State.COMMITTED] + counts[State.LEASED] >= BATCH * STEPS_PER_VERSION:
+    while (counts := ledger.reports.counts())[State.COMMITTED] + counts[State.LEASED] >= left:
         assert time.monotonic() < deadline, f"the trainer does not get through: {counts}"
         _pause(stage, 0.2)
         _look(lineage, database)
@@ -288,7 +302,7 @@ def _report(stage: Stage, crowd: Crowd, found: Found, lineage: Lineage, **more: 
         feedbacks=sum(len(each.acknowledged) for each in judgements),
         sent_twice=sum(len(each.acknowledged) > len(set(each.acknowledged)) for each in judgements),
         corrected=sum(len(set(each.acknowledged)) > 1 for each in judgements),
-        versions=len(found.versions) - 1,
+        versions=dict(Counter(row.policy for row in found.versions if row.consumed)),
         states=dict(found.states),
         started_again=dict(stage.started_again),
         load_s=more["load_s"],

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ class Lineage:
     def look(self, versions: Iterable[Any]) -> None:
         """Take down what is new among these rows of `versions`."""
         for row in versions:
-            if row.version and row.version not in self._accounts and (account := _account(Path(row.path))):
+            if row.consumed and row.version not in self._accounts and (account := _account(Path(row.path))):
                 self._accounts[row.version] = account
 
     def mistakes(self, versions: Iterable[Any], trained: Counter[int | None]) -> list[str]:
@@ -41,14 +42,17 @@ class Lineage:
         return [
             *_mistakes_of_rows(rows, trained),
             *(f"rows are trained in version {each}, which is not registered" for each in trained if each not in rows),
-            *self._mistakes_on_the_line(rows),
+            *chain.from_iterable(
+                self._mistakes_on_the_line({number: row for number, row in rows.items() if row.policy == policy})
+                for policy in {row.policy for row in rows.values()}
+            ),
         ]
 
     def _mistakes_on_the_line(self, rows: Mapping[int, Any]) -> list[str]:
-        """From the newest version back to the base model: every step is one batch, and all batches are there."""
+        """From a policy's newest version back to its first: every step is one batch, and all batches are there."""
         mistakes: list[str] = []
-        version = max(each for each, row in rows.items() if row.state != "rejected")
-        while version:
+        first, version = min(rows), max(each for each, row in rows.items() if row.state != "rejected")
+        while version != first:
             account = self._accounts.get(version)
             if account is None:
                 return [*mistakes, f"nobody has seen the checkpoint of version {version}"]

@@ -65,8 +65,8 @@ class Found:
 
 def version_rows(database: Engine) -> Sequence[Any]:
     with database.connect() as connection:
-        columns = versions.c.version, versions.c.state, versions.c.step, versions.c.consumed, versions.c.path
-        return connection.execute(select(*columns).order_by(versions.c.version)).all()
+        names = ("version", "policy", "state", "step", "consumed", "path")
+        return connection.execute(select(*(versions.c[name] for name in names)).order_by(versions.c.version)).all()
 
 
 def judge(

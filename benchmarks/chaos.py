@@ -1,6 +1,6 @@
 """SIGKILL of every process at random moments under load; prints what came of it, of which the verdict must be nothing.
 
-.venv/bin/python -m benchmarks.chaos [--kills 200] [--exchanges 10000] [--database sqlite|postgres] [--policies] [--seed 0]
+.venv/bin/python -m benchmarks.chaos [--kills 200] [--exchanges 10000] [--database postgres] [--policies]
 """
 
 import argparse

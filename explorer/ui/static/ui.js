@@ -44,7 +44,7 @@
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   };
 
-  // What a page shows is asked for again every few seconds, but never under somebody's fingers.
+  // What a page shows is asked for again every few seconds, but never what has the focus.
   function update() {
     const busy = document.activeElement && document.activeElement.closest("[hx-trigger*='tuneloop-changed']");
     if (!document.hidden && !busy) htmx.trigger(document.body, "tuneloop-changed");
@@ -57,7 +57,16 @@
     if (chosen) { event.preventDefault(); chosen.click(); }
   }
 
+  // A tap, a click or Enter on a term shows what it means; anything else hides it.
+  function explain(event) {
+    const term = event.target.closest(".term"), about = document.getElementById("about");
+    about.hidden = !term;
+    about.textContent = term ? `${term.textContent}: ${term.title}` : "";
+    if (term && event.detail) term.blur();
+  }
+
   document.addEventListener("DOMContentLoaded", ready);
+  document.addEventListener("click", explain);
   setInterval(update, 5000);
   document.addEventListener("keydown", press);
 })();

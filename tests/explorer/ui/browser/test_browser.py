@@ -97,6 +97,8 @@ def test_every_page_fits_its_window_and_does_nothing_wrong(
             page.emulate_media(color_scheme=scheme)
             fits = page.evaluate("document.documentElement.scrollWidth <= innerWidth")
             assert fits, f"{path} is wider than the window"
+        unexplained = "each => [...each].filter(one => !one.querySelector('.term')).map(one => one.textContent)"
+        assert page.locator("main :is(th.num, .facts dt)").evaluate_all(unexplained) == [], path
     assert [each for each in tab.wrong if "status of 40" not in each] == []  # the two pages that are refused
     tab.close()
 
@@ -108,6 +110,17 @@ def test_what_is_filled_in_is_seen_whole(browser: sync_api.Browser, filled: Fill
     for name in ("since", "until"):
         needs = page.evaluate(NEEDED_WIDTH, f"input[name={name}]")
         assert page.locator(f"input[name={name}]").bounding_box()["width"] >= needs, name
+    tab.close()
+
+
+def test_a_tap_explains_a_number(browser: sync_api.Browser, filled: Filled):
+    tab = Tab(browser, filled, viewport=PHONE, has_touch=True)
+    page, about = tab.open(""), "Newest step: How many updates of the weights the trainer has made."
+    assert page.get_by_role("button", name="Newest step").get_attribute("title") == about.partition(": ")[2]
+    page.get_by_role("button", name="Newest step").tap()
+    assert page.locator("#about").text_content() == about
+    page.locator("h2").first.tap()
+    assert page.locator("#about").is_hidden()
     tab.close()
 
 

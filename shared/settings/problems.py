@@ -61,6 +61,8 @@ _REMOVED: Mapping[str, str] = {
             "write explorer.rollout_model.gpu_memory_utilization: 0.4, by which they share the GPU",
         ),
         ("explorer.durability", "it is always 'fsync'. Delete the line"),
+        ("algorithm.critic_warmup_steps", "actor and critic learn from the first step on. Delete the line"),
+        ("trainer.state_interval", "the newest version alone keeps critic and optimiser. Delete the line"),
         ("explorer.spool_max_age", "it is always a day. Delete the line"),
         ("explorer.spool_dir", "use explorer.outbox_dir, a folder of its own"),
         ("explorer.spool_max_bytes", "use explorer.outbox_max_bytes"),
@@ -72,7 +74,7 @@ _REMOVED: Mapping[str, str] = {
         ("gate.replay", "a candidate is compared on the tasks of monitor.evaluation.path. Delete the section"),
         ("reward.demonstration_value", "sft learns edited answers, whatever the reward. Delete the line"),
         (
-            "feedback.quarantine_after feedback.quarantine_below",
+            "feedback.quarantine_after feedback.quarantine_below monitor.drift.rater_outliers",
             "raters are not compared any more. Delete the line; `tuneloop raters quarantine` puts one into quarantine",
         ),
     )

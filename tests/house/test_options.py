@@ -8,7 +8,8 @@ import pytest
 from sources import ROOT
 
 from tuneloop.shared.settings.loader import read_settings
-from tuneloop.shared.settings.settings import options
+from tuneloop.shared.settings.problems import _REMOVED
+from tuneloop.shared.settings.settings import constants, options
 
 REFERENCE = runpy.run_path(str(ROOT / "scripts" / "reference.py"))
 FROZEN = Path(__file__).parent / "options.txt"
@@ -32,5 +33,7 @@ def test_every_shipped_settings_file_loads(file):
     assert read_settings(file, environment={}).problems == ()
 
 
-def test_settings_files_are_shipped():
+def test_settings_files_are_shipped_and_removed_options_are_among_the_changes():
     assert len(SHIPPED) >= 2
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in [*_REMOVED, *dict(constants())] if f"`{name}`" not in changes] == []

@@ -12,6 +12,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.documents.test_shell import commands_of
+from tests.house.documents.page_files import DOCS, blocks_of
 from tests.trainer.factories import eventually
 from tests.trainer.fine_tuning import LORA, conversation, preference
 from tuneloop.cli.imports import import_file
@@ -26,7 +28,7 @@ from tuneloop.trainer.loop import run
 
 @pytest.fixture
 def config(settings, base, tmp_path):
-    path = tmp_path / "x.yaml"
+    path = tmp_path / "tuneloop.yaml"
     chosen = settings(model={"model_path": base, "lora": LORA}, algorithm={"algorithm_type": "reinforce"})
     path.write_text(yaml.safe_dump(chosen.model_dump(mode="json", exclude_unset=True)))
     return path
@@ -37,10 +39,12 @@ def _write(path: Path, lines: list[Any]) -> Path:
     return path
 
 
-def test_a_file_becomes_a_version_with_its_loss_before_and_after(config, ledger, tmp_path):
-    data = _write(tmp_path / "data.jsonl", [conversation(n, answer="Yes.") for n in range(40)])
+def test_a_file_becomes_a_version_with_its_loss_before_and_after(config, ledger, tmp_path, monkeypatch):
+    _write(tmp_path / "data.jsonl", [conversation(n, answer="Yes.") for n in range(40)])
+    monkeypatch.chdir(tmp_path)
+    [command] = commands_of(next(blocks_of(DOCS / "files.md")), "tuneloop")
     flags = ["--epochs", "2", "--batch-size", "6", "--lr-multiplier", "5", "--suffix", "sums", "--json"]
-    done = CliRunner().invoke(app, ["finetune", str(data), "--config", str(config), *flags])
+    done = CliRunner().invoke(app, [*command, *flags])
     assert done.exit_code == 0, (done.output, done.exception)
     told = json.loads(done.stdout)
     job = ledger.jobs.get(told["job"])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Executable, and_, func, or_, select, text, true
+from sqlalchemy import ColumnElement, Executable, Select, and_, func, literal, not_, or_, select, text, true, union
 
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.ledger.facts import DropCount, HeldBack, LedgerFacts, StateCount, Trainer, Weights
@@ -20,17 +20,17 @@ from tuneloop.shared.ledger.storage.schema import (
     experience_counts,
     experiences,
     feedback,
+    policies,
     versions,
     worth,
 )
 from tuneloop.shared.ledger.training.batches import held_by_shares
-from tuneloop.shared.ledger.training.groups import BatchRules, takable, young
+from tuneloop.shared.ledger.training.groups import BatchRules, of_policy, takable, young
 from tuneloop.shared.ledger.versions.alarms import Alarms
 
 _LEASED = literally(f"state = '{State.LEASED}'")
 _PENDING = literally("outcome = 'pending'")
 _COMMITTED = literally(COMMITTED)
-_NEWEST_COMMIT = select(func.max(experiences.c.committed_at)).where(_COMMITTED)
 _OF_LEASED = select(func.min(experiences.c.committed_at), func.max(experiences.c.committed_at)).where(_LEASED)
 
 _WAITING = (State.RECORDED, State.REWARDED, State.COMMITTED)
@@ -48,7 +48,16 @@ _newest = _since.order_by(_sampled.desc()).limit(_NEWEST).subquery().c
 #: By their states those of the newest replies that were sampled after the newest that was trained on.
 _LATELY = select(_newest.state, func.count().label("rows"), func.count(_newest.unsampled).label("unsampled"))
 
-_EDITED_COMMITTED = select(func.count()).select_from(experiences).where(_COMMITTED, text(EDITED))
+
+def _committed(index: str, what: ColumnElement[Any]) -> Select[Any]:
+    """Of committed rows. SQLite needs the index's name: by itself it uses one of all states."""
+    hint = f"INDEXED BY ix_experiences_{index}"
+    return select(what).select_from(experiences).where(_COMMITTED).with_hint(experiences, hint, "sqlite")
+
+
+_policies = union(select(policies.c.id), select(literal(0))).subquery()
+_of_each = experiences.c.policy == _policies.c.id
+_EDITED_COMMITTED = _committed("edited", func.count()).where(literally(EDITED))
 
 _Read = Callable[[Executable], Sequence[Any]]
 
@@ -117,10 +126,14 @@ class Reports(LedgerPart):
 
     def newest_commit(self, tenant: str | None = None) -> float | None:
         """When the newest of what is committed now was, a tenant's or all; None if nothing is."""
-        return self._read(_NEWEST_COMMIT.where(_of(tenant)))[0][0]  # type: ignore[no-any-return]
+        if not self.counts(tenant)[State.COMMITTED]:
+            return None
+        newest = _committed("waiting", experiences.c.committed_at).where(_of_each, _of(tenant))
+        newest_of = newest.order_by(experiences.c.committed_at.desc()).limit(1).scalar_subquery()
+        return self._read(select(func.max(newest_of)).select_from(_policies))[0][0]  # type: ignore[no-any-return]
 
     def claimable(self, rules: BatchRules, tenant: str) -> int:
-        _, fit, grouped, _ = _count_committed(self._read, rules, tenant)
+        _, fit, grouped = _count_committed(self._read, rules, tenant)
         return fit if rules.group_by == "none" else grouped
 
     def facts(self, rules: BatchRules, *, drops: int = 0, batch: int | None = None) -> LedgerFacts:
@@ -145,7 +158,9 @@ class Reports(LedgerPart):
                 state: StateCount(counts[state], since, lately[state].rows if state in lately else 0)
                 for state, since in zip(counts, oldest_sampled, strict=True)
             }
-            committed, young, grouped, since = _count_committed(read, rules)
+            committed, young, grouped = _count_committed(read, rules)
+            oldest_commit = _committed("waiting", experiences.c.committed_at).where(takable(rules))
+            since = next(iter(read(oldest_commit.order_by(experiences.c.committed_at).limit(1))), (None,))[0]
             [(pending, pending_since)] = read(select(func.count(), func.min(feedback.c.received_at)).where(_PENDING))
             [(count, consumed, purged)] = read(
                 select(func.count().filter(versions.c.version > 0), _sum(versions.c.consumed), _sum(versions.c.purged))
@@ -229,13 +244,23 @@ class Reports(LedgerPart):
         return found
 
 
-def _count_committed(read: _Read, rules: BatchRules, tenant: str | None = None) -> tuple[int, int, int, float | None]:
-    """The committed rows that a batch takes, those young enough now, those in groups; since when."""
-    fit = young(rules)
-    grouped = func.count(experiences.c.group_id).filter(fit)
-    columns = (func.count(), func.count().filter(fit), grouped, func.min(experiences.c.committed_at))
-    [counted] = read(select(*columns).where(_COMMITTED, takable(rules), _of(tenant)))
-    return tuple(counted)
+def _count_committed(read: _Read, rules: BatchRules, tenant: str | None = None) -> tuple[int, int, int]:
+    """The committed rows that a batch takes, those young enough now, those in groups: all but what is counted here."""
+
+    def count(index: str, *which: ColumnElement[bool]) -> int:
+        return int(read(_committed(index, func.count()).where(*which, _of(tenant)))[0][0])
+
+    ours, sampled = of_policy(rules), true() if rules.any_reply else experiences.c.unsampled.is_(None)
+    of_other = _committed("waiting", func.count()).where(_of_each, _of(tenant))
+    others = select(_sum(of_other.scalar_subquery())).where(_policies.c.id != rules.policy)
+    kept = select(_sum(_counted.rows)).where(_counted.state == State.COMMITTED, _of(tenant, _counted.tenant))
+    committed = int(read(kept)[0][0]) - int(read(others)[0][0])
+    committed -= 0 if rules.any_reply else count("unsampled", ours, experiences.c.unsampled.is_not(None))
+    committed -= 0 if rules.edited else count("edited", ours, literally(EDITED), sampled)
+    fit, is_bounded, of_groups = young(rules), rules.max_staleness is not None, rules.group_by != "none"
+    too_old = count("committed_by_version", takable(rules), not_(fit)) if is_bounded else 0
+    grouped = count("grouped", takable(rules), fit, experiences.c.group_id.is_not(None)) if of_groups else 0
+    return committed, committed - too_old, grouped
 
 
 def _weights(read: _Read, policy: int) -> Weights | None:
@@ -270,8 +295,8 @@ def _most_frequent(read: _Read, limit: int, reason: Any, states: Collection[Stat
     return tuple(DropCount(State(row[0]), *row[1:]) for row in rows)
 
 
-def _of(tenant: str | None) -> ColumnElement[bool]:
-    return true() if tenant is None else experiences.c.tenant == tenant
+def _of(tenant: str | None, column: ColumnElement[str] = experiences.c.tenant) -> ColumnElement[bool]:
+    return true() if tenant is None else column == tenant
 
 
 def _sum(column: Any) -> Any:

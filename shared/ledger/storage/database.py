@@ -44,6 +44,7 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolExhausted
 from sqlalchemy.schema import CreateSchema
@@ -91,11 +92,17 @@ _SERVER_SETTINGS = {
 }
 
 
+class _SqliteCompiler(SQLiteCompiler):
+    def get_from_hint_text(self, table: object, text: str | None) -> str | None:
+        return text
+
+
 def connect(url: str, *, schema: str | None = None) -> Engine:
     """An engine for `url`. On PostgreSQL the tables live in the schema named `schema`, made if need be by `upgrade`."""
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         engine = create_engine(parsed, connect_args={"timeout": 30.0, "check_same_thread": False}, hide_parameters=True)
+        engine.dialect.statement_compiler = _SqliteCompiler
 
         # SQLite's transactions are ours: a writer takes the lock at BEGIN, so it never fails half-way for want of it.
         @event.listens_for(engine, "connect")

@@ -24,8 +24,8 @@ from tuneloop.shared.ledger.storage.schema import (
     versions,
     worth,
 )
-from tuneloop.shared.ledger.training.batches import held_by_shares
-from tuneloop.shared.ledger.training.groups import BatchRules, of_policy, takable, young
+from tuneloop.shared.ledger.training.batches import committed_by, edited_rows, held_by_shares, unsampled_rows
+from tuneloop.shared.ledger.training.groups import BatchRules, takable, young
 from tuneloop.shared.ledger.versions.alarms import Alarms
 
 _LEASED = literally(f"state = '{State.LEASED}'")
@@ -48,16 +48,9 @@ _newest = _since.order_by(_sampled.desc()).limit(_NEWEST).subquery().c
 #: By their states those of the newest replies that were sampled after the newest that was trained on.
 _LATELY = select(_newest.state, func.count().label("rows"), func.count(_newest.unsampled).label("unsampled"))
 
-
-def _committed(index: str, what: ColumnElement[Any]) -> Select[Any]:
-    """Of committed rows. SQLite needs the index's name: by itself it uses one of all states."""
-    hint = f"INDEXED BY ix_experiences_{index}"
-    return select(what).select_from(experiences).where(_COMMITTED).with_hint(experiences, hint, "sqlite")
-
-
 _policies = union(select(policies.c.id), select(literal(0))).subquery()
 _of_each = experiences.c.policy == _policies.c.id
-_EDITED_COMMITTED = _committed("edited", func.count()).where(literally(EDITED))
+_EDITED_COMMITTED = committed_by("edited", func.count()).where(literally(EDITED))
 
 _Read = Callable[[Executable], Sequence[Any]]
 
@@ -128,7 +121,7 @@ class Reports(LedgerPart):
         """When the newest of what is committed now was, a tenant's or all; None if nothing is."""
         if not self.counts(tenant)[State.COMMITTED]:
             return None
-        newest = _committed("waiting", experiences.c.committed_at).where(_of_each, _of(tenant))
+        newest = committed_by("waiting", experiences.c.committed_at).where(_of_each, _of(tenant))
         newest_of = newest.order_by(experiences.c.committed_at.desc()).limit(1).scalar_subquery()
         return self._read(select(func.max(newest_of)).select_from(_policies))[0][0]  # type: ignore[no-any-return]
 
@@ -159,7 +152,7 @@ class Reports(LedgerPart):
                 for state, since in zip(counts, oldest_sampled, strict=True)
             }
             committed, young, grouped = _count_committed(read, rules)
-            oldest_commit = _committed("waiting", experiences.c.committed_at).where(takable(rules))
+            oldest_commit = committed_by("waiting", experiences.c.committed_at).where(takable(rules))
             since = next(iter(read(oldest_commit.order_by(experiences.c.committed_at).limit(1))), (None,))[0]
             [(pending, pending_since)] = read(select(func.count(), func.min(feedback.c.received_at)).where(_PENDING))
             [(count, consumed, purged)] = read(
@@ -247,19 +240,20 @@ class Reports(LedgerPart):
 def _count_committed(read: _Read, rules: BatchRules, tenant: str | None = None) -> tuple[int, int, int]:
     """The committed rows that a batch takes, those young enough now, those in groups: all but what is counted here."""
 
-    def count(index: str, *which: ColumnElement[bool]) -> int:
-        return int(read(_committed(index, func.count()).where(*which, _of(tenant)))[0][0])
+    def count(query: Select[Any], *which: ColumnElement[bool]) -> int:
+        return int(read(query.where(*which, _of(tenant)))[0][0])
 
-    ours, sampled = of_policy(rules), true() if rules.any_reply else experiences.c.unsampled.is_(None)
-    of_other = _committed("waiting", func.count()).where(_of_each, _of(tenant))
+    sampled = true() if rules.any_reply else experiences.c.unsampled.is_(None)
+    of_other = committed_by("waiting", func.count()).where(_of_each, _of(tenant))
     others = select(_sum(of_other.scalar_subquery())).where(_policies.c.id != rules.policy)
     kept = select(_sum(_counted.rows)).where(_counted.state == State.COMMITTED, _of(tenant, _counted.tenant))
     committed = int(read(kept)[0][0]) - int(read(others)[0][0])
-    committed -= 0 if rules.any_reply else count("unsampled", ours, experiences.c.unsampled.is_not(None))
-    committed -= 0 if rules.edited else count("edited", ours, literally(EDITED), sampled)
+    committed -= 0 if rules.any_reply else count(unsampled_rows(rules, func.count()))
+    committed -= 0 if rules.edited else count(edited_rows(rules, func.count()), sampled)
     fit, is_bounded, of_groups = young(rules), rules.max_staleness is not None, rules.group_by != "none"
-    too_old = count("committed_by_version", takable(rules), not_(fit)) if is_bounded else 0
-    grouped = count("grouped", takable(rules), fit, experiences.c.group_id.is_not(None)) if of_groups else 0
+    too_old = count(committed_by("committed_by_version", func.count()), takable(rules), not_(fit)) if is_bounded else 0
+    in_group = takable(rules), fit, experiences.c.group_id.is_not(None)
+    grouped = count(committed_by("grouped", func.count()), *in_group) if of_groups else 0
     return committed, committed - too_old, grouped
 
 

@@ -243,7 +243,7 @@ def _run(row: Any) -> tuple[str, str | None, str | None]:
 _COMMITTED = literally(COMMITTED)
 
 #: The tenants that have rows waiting: one look into the index for each, where DISTINCT would read every row.
-TENANTS = f"""
+_TENANTS = f"""
     WITH RECURSIVE waiting(tenant) AS (
         SELECT min(tenant) FROM experiences {{hint}} WHERE {COMMITTED} AND policy = :policy
         UNION ALL
@@ -256,21 +256,19 @@ TENANTS = f"""
     SELECT tenant FROM waiting WHERE tenant IS NOT NULL
 """
 
-#: The committed rows that are not samples of the policy.
-UNSAMPLED = (
-    f"SELECT id, group_id FROM experiences {{hint}} WHERE {COMMITTED} AND policy = :policy AND unsampled IS NOT NULL"
-)
 
-#: The groups with committed rows that were edited and not rated.
-EDITED_GROUPS = (
-    f"SELECT DISTINCT group_id FROM experiences {{hint}} WHERE {COMMITTED} AND policy = :policy AND {EDITED}"
-)
+def committed_by(index: str, *what: ColumnElement[Any]) -> Select[Any]:
+    """Of committed rows. SQLite needs the index's name: by itself it uses one of all states."""
+    hint = f"INDEXED BY ix_experiences_{index}"
+    return select(*what).select_from(experiences).where(_COMMITTED).with_hint(experiences, hint, "sqlite")
 
-_INDEXES = {
-    TENANTS: "ix_experiences_committed",
-    UNSAMPLED: "ix_experiences_unsampled",
-    EDITED_GROUPS: "ix_experiences_edited",
-}
+
+def unsampled_rows(rules: BatchRules, *what: ColumnElement[Any]) -> Select[Any]:
+    return committed_by("unsampled", *what).where(of_policy(rules), experiences.c.unsampled.is_not(None))
+
+
+def edited_rows(rules: BatchRules, *what: ColumnElement[Any]) -> Select[Any]:
+    return committed_by("edited", *what).where(of_policy(rules), literally(EDITED))
 
 
 def expire(connection: Connection, rules: BatchRules, *, newest: int) -> None:
@@ -288,14 +286,13 @@ def claim(connection: Connection, rules: BatchRules, size: int, held: Collection
     """The next batch's ids, `size` rows or more with those `held`; none if too few, before `batch_timeout`."""
     if not rules.any_reply:
         # Drop what is no sample of the policy, with the reason; what is left of its group is gathered again.
-        rows = connection.execute(by_index(UNSAMPLED, connection.dialect.name, rules)).all()
+        rows = connection.execute(unsampled_rows(rules, experiences.c.id, experiences.c.group_id)).all()
         dropped = {"state": State.DROPPED, "reason": experiences.c.unsampled}
         for portion in portions([row.id for row in rows]):
             connection.execute(update(experiences).where(_COMMITTED, experiences.c.id.in_(portion)).values(dropped))
         _ungroup(connection, {row.group_id for row in rows} - {None})
     if not rules.edited:  # the trainer before this one may have had another method
-        edited = connection.execute(by_index(EDITED_GROUPS, connection.dialect.name, rules)).scalars()
-        _ungroup(connection, {*edited} - {None})
+        _ungroup(connection, {*connection.execute(edited_rows(rules, experiences.c.group_id)).scalars()} - {None})
     missing = size - len(held)
     limited = is_limited(connection, rules)
     most = WINDOW * size if limited else missing
@@ -331,9 +328,10 @@ def _is_enough(connection: Connection, units: Sequence[Unit], missing: int, rule
 
 
 def _next_units(connection: Connection, rules: BatchRules, most: int, missing: int, *, lock: bool = True) -> list[Unit]:
+    tenants = connection.execute(tenants_in(rules, connection.dialect.name)).scalars().all()
     if rules.group_by != "none":
-        return _next_groups(connection, rules, most, missing, lock=lock)
-    queries = (next_of(each, rules, most) for each in _tenants(connection, rules))
+        return _next_groups(connection, tenants, rules, most, missing, lock=lock)
+    queries = (next_of(each, rules, most) for each in tenants)
     if lock:  # What someone is changing right now is left out.
         queries = (query.with_for_update(skip_locked=True) for query in queries)
     rows = _by_turns([connection.execute(query).all() for query in queries])[:most]
@@ -354,14 +352,9 @@ def next_of(tenant: str, rules: BatchRules, size: int) -> Select[Any]:
     )
 
 
-def by_index(statement: str, dialect: str, rules: BatchRules) -> TextClause:
-    """TENANTS, UNSAMPLED or EDITED_GROUPS. SQLite needs the index's name: by itself it uses one of all states."""
-    hint = f"INDEXED BY {_INDEXES[statement]}" if dialect == "sqlite" else ""
-    return text(statement.format(hint=hint)).bindparams(policy=rules.policy)
-
-
-def _tenants(connection: Connection, rules: BatchRules) -> Sequence[str]:
-    return connection.execute(by_index(TENANTS, connection.dialect.name, rules)).scalars().all()
+def tenants_in(rules: BatchRules, dialect: str) -> TextClause:
+    hint = "INDEXED BY ix_experiences_committed" if dialect == "sqlite" else ""
+    return text(_TENANTS.format(hint=hint)).bindparams(policy=rules.policy)
 
 
 def _ungroup(connection: Connection, groups: Collection[int]) -> None:
@@ -383,9 +376,11 @@ def set_aside(connection: Connection, which: ColumnElement[bool], reason: str) -
 # Groups.
 
 
-def _next_groups(connection: Connection, rules: BatchRules, most: int, missing: int, *, lock: bool) -> list[Unit]:
+def _next_groups(
+    connection: Connection, tenants: Sequence[str], rules: BatchRules, most: int, missing: int, *, lock: bool
+) -> list[Unit]:
     """The next groups, of `most` rows at least if there are so many; none if `missing` are needed and not there."""
-    queues = [connection.execute(next_groups(each, rules, most)).all() for each in _tenants(connection, rules)]
+    queues = [connection.execute(next_groups(each, rules, most)).all() for each in tenants]
     chosen, total = list[int](), 0
     for group in _by_turns(queues):
         if total < most:

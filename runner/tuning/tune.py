@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tuneloop.runner.collection.run_records import running_loop
-from tuneloop.runner.errors import ExtraMissing, ServiceAway, TuneRefused, say_without_traceback
+from tuneloop.runner.errors import ExtraMissing, TuneError, TuneRefused, say_without_traceback
 from tuneloop.runner.models.bound_model import make_model, wanted_client
 from tuneloop.runner.models.run import Run
 from tuneloop.runner.models.transport import close_connections
@@ -84,7 +84,7 @@ def tune(
     given = dict(locals())
     try:
         return _call_of(given)
-    except (TuneRefused, ServiceAway) as error:
+    except TuneError as error:
         say_without_traceback(error)
         raise
 

@@ -100,6 +100,14 @@ def test_a_refused_setting_is_a_sentence_without_a_traceback(folder: Path) -> No
     )
 
 
+def test_a_tuning_that_its_rules_stop_ends_with_a_sentence(folder: Path) -> None:
+    algorithm = "algorithm=AlgorithmConfig('grpo', group_size=2, batch_size=1)"
+    with serving(ServiceDouble()) as url:
+        ended = run_as_program(folder, f"train_dataset=[{{}}], {algorithm}, retries=0, service={url!r}")
+    assert (ended.returncode, ended.stderr.splitlines()[-1][:36]) == (1, "TuneFailed: step 1: 2 of 2 runs fail")
+    assert "asyncio.run" not in ended.stderr
+
+
 def test_settings_that_the_service_refuses_are_told_by_their_names(tmp_path: Path) -> None:
     config, log = tmp_path / "model.yaml", tmp_path / "model.log"
     refusing = f"print('{config}:1:7: trainer.seed: must be a whole number'); raise SystemExit(2)"

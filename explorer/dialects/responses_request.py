@@ -87,8 +87,7 @@ def named_tools(body: Json) -> dict[str, NamedTool]:
 
 
 def hosted_tools(body: Json) -> list[str]:
-    tools = body.get("tools")
-    found = [tool.get("type") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    found = [tool.get("type") for _, tool in _declared(body)]
     return [each for each in dict.fromkeys(found) if isinstance(each, str) and each not in _CALLABLE]
 
 
@@ -311,16 +310,20 @@ def _flat(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def _callable(body: Json) -> Iterator[tuple[str | None, Json]]:
-    """The functions and custom tools of a request, and the namespace of each."""
+def _declared(body: Json) -> Iterator[tuple[str | None, Json]]:
+    """The tools of a request, those of a namespace one by one, and the namespace of each."""
     tools = body.get("tools")
     for tool in tools if isinstance(tools, list) else ():
-        if not isinstance(tool, dict):
-            continue
-        inner, space = ([tool], None) if tool.get("type") != "namespace" else (tool.get("tools"), tool.get("name"))
-        for each in inner if isinstance(inner, list) else ():
-            if isinstance(each, dict) and each.get("type") in ("function", "custom") and each.get("name"):
-                yield space, each
+        if isinstance(tool, dict):
+            inner, space = ([tool], None) if tool.get("type") != "namespace" else (tool.get("tools"), tool.get("name"))
+            several = inner if isinstance(inner, list) else ()
+            yield from ((space, each) for each in several if isinstance(each, dict))
+
+
+def _callable(body: Json) -> Iterator[tuple[str | None, Json]]:
+    for space, each in _declared(body):
+        if each.get("type") in ("function", "custom") and each.get("name"):
+            yield space, each
 
 
 def _tools(body: Json) -> Json:

@@ -176,6 +176,9 @@ def test_a_tool_that_runs_at_the_provider_is_left_out_or_refused(agents: Running
         alone = agents.http.post(path, json=BODIES[path] | {"tools": [tool]})
         assert alone.status_code == 400
         assert "no model here can call them" in alone.json()["error"]["message"]
+    space = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]}
+    answer = agents.http.post(RESPONSES, json=BODIES[RESPONSES] | {"tools": [space]})
+    assert (answer.status_code, answer.headers["x-tuneloop-ignored"]) == (200, "tools.web_search")
     counted = agents.http.post(f"{MESSAGES}/count_tokens", json=MESSAGE | {"tools": [ADD, SEARCH]})
     assert json.loads(double.passed[-1][1])["tools"] == [ADD], counted.text
 

@@ -3,15 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.cli.test_main import tuneloop
 from tests.doubles.serving import serving
 from tests.runner.tuning.service_double import ServiceDouble
-from tuneloop.runner import Algorithm, AlgorithmConfig, Dataset, TunerChatModel, TuneRefused, tune
+from tuneloop.runner import Algorithm, AlgorithmConfig, Dataset, TunerChatModel, TuneRefused
 from tuneloop.runner.tuning import tune_command
+from tuneloop.runner.tuning.config import ServicePlace, service_settings
 from tuneloop.runner.tuning.services import ServiceProcess
 
 FILE = """
@@ -94,18 +94,16 @@ def run_as_program(folder: Path, call: str) -> "subprocess.CompletedProcess[str]
 
 def test_a_refused_setting_is_a_sentence_without_a_traceback(folder: Path) -> None:
     ended = run_as_program(folder, "train_dataset=[{}], algorithm=AlgorithmConfig('grpo', group_size=2), retries=-1")
-    assert (ended.returncode, ended.stderr) == (
-        1,
-        "TuneRefused: retries must be a whole number of at least 0, not -1\n",
-    )
+    sentence = "TuneRefused: retries must be a whole number of at least 0, not -1\n"
+    assert (ended.returncode, ended.stderr) == (1, sentence)
 
 
 def test_a_tuning_that_its_rules_stop_ends_with_a_sentence(folder: Path) -> None:
-    algorithm = "algorithm=AlgorithmConfig('grpo', group_size=2, batch_size=1)"
+    call = "train_dataset=[{}], algorithm=AlgorithmConfig('grpo', group_size=2, batch_size=1), retries=0"
     with serving(ServiceDouble()) as url:
-        ended = run_as_program(folder, f"train_dataset=[{{}}], {algorithm}, retries=0, service={url!r}")
+        ended = run_as_program(folder, f"{call}, service={url!r}")
     assert (ended.returncode, ended.stderr.splitlines()[-1][:36]) == (1, "TuneFailed: step 1: 2 of 2 runs fail")
-    assert "asyncio.run" not in ended.stderr
+    assert "tune.py" not in ended.stderr
 
 
 def test_settings_that_the_service_refuses_are_told_by_their_names(tmp_path: Path) -> None:
@@ -127,12 +125,6 @@ def test_the_stages_of_a_service_that_loads_are_said(tmp_path: Path) -> None:
 
 
 def test_one_machine_only(tmp_path: Path) -> None:
-    model: Any = TunerChatModel(str(tmp_path))
+    over = {"cluster": {"node_num": 4}}
     with pytest.raises(TuneRefused, match=r"cluster\.node_num: tune\(\) starts its services on one machine, not on 4"):
-        tune(
-            workflow_func=lambda task, model: None,
-            train_dataset=[{}],
-            model=model,
-            settings={"cluster": {"node_num": 4}},
-            checkpoint_root_dir=tmp_path,
-        )
+        service_settings(TunerChatModel(str(tmp_path)), Algorithm(), ServicePlace(), over=over)

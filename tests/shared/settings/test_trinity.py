@@ -86,7 +86,6 @@ OPTIMIZER, LORA, SUMS = "algorithm.optimizer", "model.lora_configs", "seq-mean-t
 
 #: What a file writes, and what it is here.
 SAME = [
-    ({}, {"buffer.group_by": "task", "buffer.group_size": 8, "algorithm.optimizer.lr": 1e-5}),
     ({KL: "none"}, {"algorithm.kl_coef": 0}),
     ({f"{KL}_args": {"kl_coef": "${oc.env:KL,0.25}"}}, {"algorithm.kl_coef": 0.25}),
     ({KL: "low_var_kl", f"{KL}_args": {"kl_coef": 0.1}}, {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "k3"}),
@@ -134,7 +133,7 @@ SAME = [
         {"algorithm.sample_strategy": "staleness_control", "algorithm.sample_strategy_args": {"max_staleness": 3}},
         {"trainer.max_staleness": 3},
     ),
-    ({"algorithm.algorithm_type": "grpo_verl"}, {"algorithm.algorithm_type": "grpo", "buffer.group_size": 8}),
+    ({"algorithm.algorithm_type": "grpo_verl"}, {"buffer.group_by": "task", "buffer.group_size": 8}),
     ({"algorithm.algorithm_type": "reinforceplusplus"}, {"algorithm.algorithm_type": "reinforce++"}),
     ({"algorithm.algorithm_type": "gspo"}, {"algorithm.clip_range": 3e-4, "algorithm.clip_range_high": 4e-4}),
     ({"algorithm.policy_loss_fn": "cispo"}, {"algorithm.algorithm_type": "cispo", "algorithm.clip_range_high": 0.28}),
@@ -254,12 +253,10 @@ STORE = "buffer.trainer_input.experience_buffer"
     ("changes", "sentence"),
     [
         ({"algorithm.algorithm_type": "sft", f"{STORE}.storage_type": "file"}, "this names a training set"),
-        ({"algorithm.algorithm_type": "dpo", f"{STORE}.storage_type": "file"}, "this names a training set"),
         ({f"{STORE}": {"storage_type": None, "path": "a/set", "format": {"x": 1}}}, "this names a training set"),
         ({"algorithm.algorithm_type": "mix_chord"}, "'mix_chord': there is none here; the nearest is grpo"),
         ({"algorithm.algorithm_type": "on_policy_distill"}, "'on_policy_distill': write distill"),
         ({"algorithm.repeat_times": 1}, "grpo compares the runs of a task with each other and needs at least 2"),
-        ({"mode": "bench"}, "'bench'"),
         ({"cluster.node_num": 4}, "cluster.node_num: tune() starts its services on one machine, not on 4"),
         ({"data": {}, "actor_rollout_ref": {"model": 1}}, "this is veRL's format"),
         ({"buffer.max_retry_times": 3}, "this is veRL's format"),

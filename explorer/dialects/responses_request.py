@@ -87,7 +87,7 @@ def named_tools(body: Json) -> dict[str, NamedTool]:
 
 
 def hosted_tools(body: Json) -> list[str]:
-    found = [tool.get("type") for _, tool in _declared(body)]
+    found = [tool.get("type") for _, tool in _each_tool(body)]
     return [each for each in dict.fromkeys(found) if isinstance(each, str) and each not in _CALLABLE]
 
 
@@ -310,7 +310,7 @@ def _flat(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def _declared(body: Json) -> Iterator[tuple[str | None, Json]]:
+def _each_tool(body: Json) -> Iterator[tuple[str | None, Json]]:
     """The tools of a request, those of a namespace one by one, and the namespace of each."""
     tools = body.get("tools")
     for tool in tools if isinstance(tools, list) else ():
@@ -321,7 +321,7 @@ def _declared(body: Json) -> Iterator[tuple[str | None, Json]]:
 
 
 def _callable(body: Json) -> Iterator[tuple[str | None, Json]]:
-    for space, each in _declared(body):
+    for space, each in _each_tool(body):
         if each.get("type") in ("function", "custom") and each.get("name"):
             yield space, each
 

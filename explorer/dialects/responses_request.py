@@ -316,14 +316,11 @@ def _each_tool(body: Json) -> Iterator[tuple[str | None, Json]]:
     for tool in tools if isinstance(tools, list) else ():
         if isinstance(tool, dict):
             inner, space = ([tool], None) if tool.get("type") != "namespace" else (tool.get("tools"), tool.get("name"))
-            several = inner if isinstance(inner, list) else ()
-            yield from ((space, each) for each in several if isinstance(each, dict))
+            yield from ((space, each) for each in (inner if isinstance(inner, list) else ()) if isinstance(each, dict))
 
 
 def _callable(body: Json) -> Iterator[tuple[str | None, Json]]:
-    for space, each in _each_tool(body):
-        if each.get("type") in ("function", "custom") and each.get("name"):
-            yield space, each
+    return (pair for pair in _each_tool(body) if pair[1].get("type") in ("function", "custom") and pair[1].get("name"))
 
 
 def _tools(body: Json) -> Json:

@@ -16,7 +16,7 @@ import uvloop
 from tuneloop.explorer.engines import vllm
 from tuneloop.explorer.limits import raise_descriptor_limit
 from tuneloop.explorer.processes.control import control
-from tuneloop.explorer.processes.patient_ledger import open_ledger
+from tuneloop.explorer.processes.lazy_ledger import open_ledger
 from tuneloop.shared.errors import EnvironmentRefused, StartupError, TuneloopError
 from tuneloop.shared.held_files import expect_mark
 from tuneloop.shared.job_marks import KEY, folder_mark, load_key, mark_folder, require_restored

@@ -71,7 +71,7 @@ class UpdateOutbox(ChannelMessage, frozen=True):
     away: bool
 
 
-class TakeOfToken(ChannelMessage, frozen=True):
+class UseFeedbackToken(ChannelMessage, frozen=True):
     """A worker: a browser's token brings so many events. The answer is whether it allows them."""
 
     claims: FeedbackClaims
@@ -171,7 +171,7 @@ _Any = (
     | WakeDrain
     | UpdateResults
     | UpdateOutbox
-    | TakeOfToken
+    | UseFeedbackToken
     | GetExposition
     | ReportFailure
     | ReportMetrics
@@ -306,7 +306,7 @@ class ControlClient:
         self._channel.tell(WakeDrain())
 
     async def take_of_token(self, claims: FeedbackClaims, count: int) -> bool:
-        return bool(await self._answer_to(TakeOfToken(claims, count), bool, _TOKEN_S))
+        return bool(await self._answer_to(UseFeedbackToken(claims, count), bool, _TOKEN_S))
 
     async def load_version(self, policy: int, version: int) -> str:
         """Have engines hold a version of a policy; why that cannot be, empty where it can."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tuneloop.explorer.drain import Drain
 from tuneloop.explorer.older_spool import convert
-from tuneloop.explorer.processes.patient_ledger import PatientLedger
+from tuneloop.explorer.processes.lazy_ledger import LazyLedger
 from tuneloop.runner.outbox import names_in
 from tuneloop.shared.errors import LedgerUnavailable, StartupError, TuneloopError
 from tuneloop.shared.logging import configure_logging
@@ -22,7 +22,7 @@ def drain_folder(settings: Settings, folder: Path) -> str:
     """Drain the folder, and say what was found. Raises TuneloopError, OSError."""
     convert([folder], folder)
     before, failures, set_aside = len(names_in(folder)), list[TuneloopError](), list[None]()
-    with closing(PatientLedger.of(settings)) as ledger:
+    with closing(LazyLedger.of(settings)) as ledger:
         ledger.transactions.open()
         drain = Drain(
             folder,

@@ -117,7 +117,7 @@ class TrafficYield:
         return seconds
 
 
-class _Rehearsed(TuneloopError):
+class _TrialEnded(TuneloopError):
     """Ends a step before its first update."""
 
 
@@ -210,7 +210,7 @@ class MicroBatch:
         learner.micro_batch_tokens, learner.smaller, learner.before_update = self.tokens, None, _end_rehearsal
         try:
             learner.step(_made_up_rows(self._settings, self.tokens, learner.actor.vocabulary))
-        except _Rehearsed:
+        except _TrialEnded:
             _log.info("step_rehearsed", seconds=round(time.perf_counter() - started, 3))
         except (TuneloopError, torch.OutOfMemoryError) as error:  # The first step compiles, and says what is wrong.
             _log.warning("step_not_rehearsed", reason=str(error))
@@ -297,7 +297,7 @@ class MicroBatch:
 
 
 def _end_rehearsal() -> None:
-    raise _Rehearsed
+    raise _TrialEnded
 
 
 def _made_up_rows(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:

@@ -47,7 +47,7 @@ from tuneloop.trainer.batches.batch import Metrics, of_samples
 from tuneloop.trainer.batches.rendered_lines import MixedFile, with_tokens
 from tuneloop.trainer.batches.selection import Refused, comparable
 from tuneloop.trainer.checkpoints import snapshot
-from tuneloop.trainer.checkpoints.copies import KeptRoom
+from tuneloop.trainer.checkpoints.copies import PinnedBuffers
 from tuneloop.trainer.checkpoints.publication import Publisher
 from tuneloop.trainer.checkpoints.recomputation import Recomputation
 from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
@@ -279,7 +279,7 @@ class PolicyTraining:
             in_foreground=self.gate.wanted or job is not None,
         )
         self.teacher = TeacherRetries(settings, ledger.alarms, parts.stop)
-        self._room = KeptRoom(chunk=_CHUNK)
+        self._room = PinnedBuffers(chunk=_CHUNK)
         self._away: MovedTensors | None = None
 
     def resume(self, newest: Version, state: Path | None, network: PreTrainedModel | None = None) -> None:

@@ -172,7 +172,7 @@ class RenamedEngineReply(EngineReply):
         super().receive_end()
 
 
-class EngineQuiet:
+class EngineIdleTime:
     """For how long an engine has sent no byte to requests that wait for it."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class EngineQuiet:
 class _Connection(asyncio.Protocol):
     """One connection, for one request at a time. Its methods without a docstring are httptools' callbacks."""
 
-    def __init__(self, idle: "deque[_Connection]", quiet: EngineQuiet) -> None:
+    def __init__(self, idle: "deque[_Connection]", quiet: EngineIdleTime) -> None:
         self._idle, self._quiet = idle, quiet
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport
@@ -306,7 +306,7 @@ class EngineHttp:
             f"Host: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: identity\r\n{authorization}".encode()
         )
         self._idle: deque[_Connection] = deque()
-        self.quiet = EngineQuiet()
+        self.quiet = EngineIdleTime()
         self.renaming: ModelRenaming | None = None
 
     def under(self, renaming: ModelRenaming | None) -> "EngineHttp":

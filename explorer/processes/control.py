@@ -32,13 +32,13 @@ from tuneloop.explorer.channel import (
     ReportMetrics,
     ShareUsage,
     StartInfo,
-    TakeOfToken,
     UpdateEngine,
     UpdateKeys,
     UpdateOutbox,
     UpdatePolicies,
     UpdateResults,
     UpdateSplit,
+    UseFeedbackToken,
     WaitUntilIdle,
     WaitUntilTaken,
     WakeDrain,
@@ -49,7 +49,7 @@ from tuneloop.explorer.engines.model_routes import PolicyView
 from tuneloop.explorer.limits import SharedUsage
 from tuneloop.explorer.metrics import MetricSample
 from tuneloop.explorer.older_spool import convert
-from tuneloop.explorer.processes.patient_ledger import open_ledger
+from tuneloop.explorer.processes.lazy_ledger import open_ledger
 from tuneloop.explorer.processes.services import ControlServices, open_control_services
 from tuneloop.shared.errors import ChannelLost, EnvironmentRefused, LedgerError, TuneloopError
 from tuneloop.shared.ledger.facts import Standstill
@@ -322,7 +322,7 @@ class Workers:
                 return await services.wait_until_taken(timeout_s)
             case WakeDrain():
                 services.wake_drain()
-            case TakeOfToken(claims, count):
+            case UseFeedbackToken(claims, count):
                 return await services.take_of_token(claims, count)
             case ShareUsage(usage):
                 return self._usage.exchange(worker.serial, usage)

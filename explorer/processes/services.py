@@ -111,7 +111,7 @@ _LOOK_S = 1.0
 _ANSWERING = (EngineState.READY, EngineState.RELOADING)
 
 
-class StopWatch:
+class StandstillMonitor:
     def __init__(self, fleet: Fleet, drain: Drain, metrics: Metrics, workers: WorkerReplicas) -> None:
         self._fleet, self._drain, self._metrics, self._workers = fleet, drain, metrics, workers
         self.judge_s: Callable[[], float] = lambda: 0.0
@@ -158,7 +158,7 @@ log = structlog.get_logger()
 PURGE_S = 3600.0
 
 
-class Forgetting:
+class RetentionLoop:
     def __init__(
         self,
         settings: Settings,
@@ -326,9 +326,9 @@ async def open_control_services(
         own.begin_new_file()
         audience.begin_new_files()
 
-    forgetting = Forgetting(settings, ledger.retention, forget_files, metrics=metrics, interval_s=interval_s)
+    forgetting = RetentionLoop(settings, ledger.retention, forget_files, metrics=metrics, interval_s=interval_s)
     fleet, addresses, sockets = await _open_fleet(settings, stack, audience=audience)
-    stops, totals = StopWatch(fleet, drain, metrics, audience), ProcessTotals(metrics.registry)
+    stops, totals = StandstillMonitor(fleet, drain, metrics, audience), ProcessTotals(metrics.registry)
     watch = LedgerGauges(
         ledger, metrics, settings, interval_s=interval_s, outbox=stops.outbox, stops=stops.current, totals=totals
     )

@@ -51,7 +51,7 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, Fleet
 from tuneloop.explorer.limits import KeyUsage, descriptors_left
 from tuneloop.explorer.metrics import Metrics, process_samples
-from tuneloop.explorer.processes.patient_ledger import PatientLedger
+from tuneloop.explorer.processes.lazy_ledger import LazyLedger
 from tuneloop.explorer.recorder import Recorder
 from tuneloop.explorer.tokens import TokenSigner
 from tuneloop.runner.outbox import Outbox
@@ -114,7 +114,7 @@ class Worker:
         return 0 if self._served else 1
 
     async def _serve(self, settings: Settings, beginning: StartInfo, outbox: Outbox) -> None:
-        ledger = PatientLedger.of(settings)
+        ledger = LazyLedger.of(settings)
         ledger.transactions.file.identity = beginning.database_file
         metrics = Metrics()
         expect_mark(settings.job_dir)

@@ -101,7 +101,7 @@ class KnownProbes:
     async def of(self, engine: Engine) -> tuple[Version, Probe]:
         number = engine.version
         async with self._describing:
-            if (known := _recall(self._known, number)) is None:
+            if (known := _lookup(self._known, number)) is None:
                 version = await asyncio.to_thread(self._ledger.versions.get, number)
                 if version is None:
                     raise LedgerError(f"version {number} is unknown")
@@ -111,7 +111,7 @@ class KnownProbes:
 
     async def prove(self, engine: Engine, version: Version) -> None:
         """Raise CheckpointRejected unless an engine has a version's weights, as far as these are known by anything."""
-        known = _recall(self._known, version.version)
+        known = _lookup(self._known, version.version)
         if known is None and not version.is_base:
             known = version, await _probe_of(version, engine)
             self._keep(known)
@@ -125,8 +125,8 @@ class KnownProbes:
             del self._known[next(number for number in self._known if number)]
 
 
-def _recall(known: dict[_Key, _Found], key: _Key) -> _Found | None:
-    """What is known of a key, which is forgotten last by that."""
+def _lookup(known: dict[_Key, _Found], key: _Key) -> _Found | None:
+    """The cached value of a key, which becomes the most recently used."""
     if (found := known.pop(key, None)) is not None:
         known[key] = found
     return found
@@ -285,7 +285,7 @@ async def is_away(version: Version, verifier: Verifier, ledger: Ledger, error: E
 
 def known_fingerprints(version: Version) -> Fingerprints:
     """What a version's files hold, as the verifier found it; empty where they have no fingerprint."""
-    return _OF_BASES.get(version.path, (None, {}))[1] if version.is_base else _recall(_FINGERPRINTS, version.path) or {}
+    return _OF_BASES.get(version.path, (None, {}))[1] if version.is_base else _lookup(_FINGERPRINTS, version.path) or {}
 
 
 def _with_fingerprints(version: Version, probe: Probe) -> VerifiedProbe:

@@ -76,8 +76,8 @@ class WeightSwapper:
         self._drain_s = drain_s
         self._least_running = least_running
         self._replacements = Replacements(fleet, probes, drain=self._drain)
-        #: Held while versions are loaded. Who sets an engine's state in the same breath as he sees that it is ready
-        #: has that engine to himself without it.
+        #: Held while versions are loaded. Code that finds an engine ready, and sets its state before an await, needs no
+        #: lock for that engine.
         self.swapping = asyncio.Lock()
 
     async def _swap(

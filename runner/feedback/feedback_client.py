@@ -16,7 +16,7 @@ import httpx
 
 from tuneloop.runner.errors import FeedbackAway, FeedbackRefused
 from tuneloop.runner.feedback.feedback_outbox import FeedbackOutbox, RefusedEntry
-from tuneloop.runner.feedback.sender import NotNow, Rejected, Sender, names_of, understand
+from tuneloop.runner.feedback.sender import Rejected, Sender, TryLater, names_of, understand
 from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
 from tuneloop.runner.http_client import absolute_url, header_of_key, tls_context
 from tuneloop.runner.judging.endpoint import retry_after_s
@@ -112,7 +112,7 @@ class _Client:
     def _receipt(self, entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> Receipt:
         """What became of entries that were sent. Raises FeedbackRefused or FeedbackAway."""
         outcome = understand(entries, response)
-        if isinstance(outcome, NotNow):
+        if isinstance(outcome, TryLater):
             raise FeedbackAway(outcome.reason, retry_after_s=outcome.wait_s)
         if isinstance(outcome, Rejected):
             raise FeedbackRefused(outcome.reason, outcome.answer)

@@ -30,7 +30,7 @@ _REFUSALS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Accepted:
     """It was taken, but for the entries whose places are in `refused`, each with the reason why it never will be.
 
     At `unclear` is said what became of any of several entries about one name: each alone is answered for itself.
@@ -51,20 +51,20 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class NotNow:
+class TryLater:
     """Nothing was taken, through no fault of the entries. `wait_s` is how long we are asked to wait."""
 
     reason: str
     wait_s: float | None = None
 
 
-ServiceAnswer = Taken | Rejected | NotNow
+ServiceAnswer = Accepted | Rejected | TryLater
 
 
 def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> ServiceAnswer:
     """What became of entries that were sent. An error in other words than the service's says nothing of them."""
     if not isinstance(response, httpx.Response):
-        return NotNow(f"the service does not answer: {response!r}")
+        return TryLater(f"the service does not answer: {response!r}")
     answer: dict[str, Any] = {}
     with suppress(ValueError, RecursionError):
         found = response.json()
@@ -77,13 +77,13 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
                 refused[at] = reason
         # The refused that share a name with another entry: of several outcomes the service says the weakest.
         entries_about = Counter(name for entry in entries for name in set(names_of(entry)))
-        return Taken(
+        return Accepted(
             answer,
             refused,
             frozenset(place for place in refused if any(entries_about[name] > 1 for name in names_of(entries[place]))),
         )
     if response.status_code == 404 and "outcomes" in answer:
-        return Taken(answer, dict.fromkeys(range(len(entries)), _REFUSALS["unknown"]))
+        return Accepted(answer, dict.fromkeys(range(len(entries)), _REFUSALS["unknown"]))
     error = answer.get("error")
     if response.status_code in {400, 413} and isinstance(error, dict) and isinstance(error.get("message"), str):
         place = _PLACE.match(str(error.get("param")))
@@ -93,7 +93,7 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
         )
     if response.status_code == 413:
         return Rejected("413: too large")
-    return NotNow(f"the service answered {response.status_code}: {response.text[:200]}", retry_after_s(response))
+    return TryLater(f"the service answered {response.status_code}: {response.text[:200]}", retry_after_s(response))
 
 
 def names_of(entry: Entry) -> Sequence[str]:
@@ -223,12 +223,12 @@ class Sender:
         while waiting:
             now = waiting.pop()
             match understand(now, self._post(now)):
-                case Taken(_, never, unclear):
+                case Accepted(_, never, unclear):
                     for place in sorted(never.keys() - unclear):
                         self.outbox.set_aside(now[place], never[place])
                     refused += len(never) - len(unclear)
                     waiting += [[now[place]] for place in sorted(unclear, reverse=True)]
-                case NotNow(reason, wait_s):
+                case TryLater(reason, wait_s):
                     raise FeedbackAway(reason, retry_after_s=wait_s)
                 case Rejected(reason, place) if len(now) == 1 or place is not None:
                     self.outbox.set_aside(now.pop(place or 0), reason)

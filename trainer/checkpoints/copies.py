@@ -61,8 +61,8 @@ class PinnedMemory:
         return memory[used : used + size].view(like.dtype).view(like.shape)
 
 
-class KeptRoom:
-    """Pinned memory for tensors that leave a GPU again and again: each time the same."""
+class PinnedBuffers:
+    """Pinned memory that is used again each time that tensors leave a GPU."""
 
     def __init__(self, *, chunk: int = _CHUNK) -> None:
         self._memory = PinnedMemory(chunk=chunk)

@@ -41,15 +41,15 @@ _SIOCGIFADDR = 0x8915
 _NAMESPACE = "tuneloop"
 
 
-class NoticeBoard:
-    """The Ray actor. `refusal` is an exit code and its sentence."""
+class StopActor:
+    """A Ray actor by which the driver stops rank 0. `refusal` is an exit code and its sentence."""
 
     def __init__(self) -> None:
         self._stopped = False
         self._refusal: tuple[int, str] | None = None
 
     def stop(self) -> None:
-        """Tell rank 0 to stop."""
+        """Ask rank 0 to stop."""
         self._stopped = True
 
     def is_stopped(self) -> bool:
@@ -57,16 +57,16 @@ class NoticeBoard:
         return self._stopped
 
     def refuse(self, code: int, sentence: str) -> None:
-        """Say why a rank ended for good; the first says it."""
+        """Record why a rank ended for good; the first reason stays."""
         self._refusal = self._refusal or (code, sentence)
 
     def refusal(self) -> tuple[int, str] | None:
-        """What was said."""
+        """The recorded reason."""
         return self._refusal
 
 
-class NoticedStop:
-    """What the board says, for the training loop."""
+class ActorStop:
+    """What the actor says, for the training loop."""
 
     def __init__(self, board: Any) -> None:
         self._board, self._set = board, False
@@ -124,7 +124,7 @@ def train_on_ray(settings: Settings, stop: Stop) -> int:
     try:
         require_token(here.gcs_address, insecure=settings.explorer.insecure)
         on_this_node = NodeAffinitySchedulingStrategy(here.get_node_id(), soft=False)  # as Ray's own controller
-        board: Any = ray.remote(NoticeBoard).options(num_cpus=0, scheduling_strategy=on_this_node).remote()
+        board: Any = ray.remote(StopActor).options(num_cpus=0, scheduling_strategy=on_this_node).remote()
         trainer = DataParallelTrainer(
             work,
             train_loop_config={"settings": settings, "board": board, "folder": folder},
@@ -203,7 +203,7 @@ def work(given: dict[str, Any]) -> None:
     try:
         require_folders(settings)
         with _rendezvous(is_local=settings.cluster.ray_address == LOCAL), disk_errors_as_refusals(settings):
-            take_part(settings, NoticedStop(board))
+            take_part(settings, ActorStop(board))
     except (StartupError, StaleEpoch) as error:
         sentence = f"on {ray.util.get_node_ip_address()}: {clean_error(error)}"
         ray.get(board.refuse.remote(error.exit_code, sentence))

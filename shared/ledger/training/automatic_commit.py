@@ -45,7 +45,7 @@ Place = tuple[float, int]
 _Group = Sequence[Any]
 
 
-class Look(NamedTuple):
+class CommitScan(NamedTuple):
     """How many rows were committed, and where the next look begins; None: there is no more."""
 
     committed: int
@@ -85,7 +85,7 @@ class AutomaticCommit(RewardsPart):
             those = update(experiences).where(experiences.c.id.in_(page), closed)
             return connection.execute(those.values(values)).rowcount
 
-    def commit_due(self, rules: BatchRules, after: Place | None = None) -> Look:
+    def commit_due(self, rules: BatchRules, after: Place | None = None) -> CommitScan:
         """Commit what is due of a policy, of at most PAGE rows after that place and what goes with them."""
         with self._write() as connection:
             now = self._clock()
@@ -106,7 +106,7 @@ class AutomaticCommit(RewardsPart):
             for portion in portions(sorted({*due})):
                 those = update(experiences).where(experiences.c.id.in_(portion), _REWARDED)
                 committed += connection.execute(those.values(state=State.COMMITTED, committed_at=now)).rowcount
-            return Look(committed, last)
+            return CommitScan(committed, last)
 
 
 def _has_event(when: ColumnElement[bool]) -> ColumnElement[bool]:

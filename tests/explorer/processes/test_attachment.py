@@ -13,7 +13,7 @@ from tests.doubles import postgres
 from tests.doubles.engine import CHAT, MODEL, EngineDouble
 from tests.doubles.serving import serving
 from tests.explorer.conftest import Run
-from tests.explorer.processes.test_patient_ledger import served_once, settings_on
+from tests.explorer.processes.test_lazy_ledger import served_once, settings_on
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.explorer.versions.test_attestation import outcomes
 from tests.explorer.versions.test_reload import actor, candidate, until, until_ready
@@ -22,7 +22,7 @@ from tuneloop.explorer.engines.client import EngineHttp
 from tuneloop.explorer.engines.fleet import Engine, EngineState, Fleet
 from tuneloop.explorer.engines.vllm import EngineControl, open_session
 from tuneloop.explorer.processes.control import _views
-from tuneloop.explorer.processes.patient_ledger import open_ledger
+from tuneloop.explorer.processes.lazy_ledger import open_ledger
 from tuneloop.shared.experience import State, VersionState
 from tuneloop.shared.operations.engines import plugin_sentence
 

@@ -14,7 +14,7 @@ from tuneloop.trainer.workers import rank, ray_workers
 @pytest.fixture
 def work(monkeypatch, tmp_path):
     """Has a worker work; why it refused to."""
-    board = ray_workers.NoticeBoard()
+    board = ray_workers.StopActor()
     refuse = SimpleNamespace(remote=board.refuse)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray, "get", lambda reference: reference)

@@ -16,9 +16,9 @@ from tests.explorer.checkpoints import register
 from tests.explorer.running import HELLO, eventually, settings_for
 from tests.explorer.whole import create_app
 from tests.factories import exchange
-from tuneloop.explorer.processes import patient_ledger
+from tuneloop.explorer.processes import lazy_ledger
 from tuneloop.explorer.processes.key_watch import KeyWatch
-from tuneloop.explorer.processes.patient_ledger import PatientLedger, open_ledger
+from tuneloop.explorer.processes.lazy_ledger import LazyLedger, open_ledger
 from tuneloop.shared.errors import DatabaseAway, EnvironmentRefused, LedgerUnavailable
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.ledger import Ledger
@@ -52,7 +52,7 @@ def served_once(settings: Settings) -> Ledger:
     return ledger
 
 
-def opened_while_away(folder: Path, server: postgres.PostgresServer, statement: str) -> PatientLedger:
+def opened_while_away(folder: Path, server: postgres.PostgresServer, statement: str) -> LazyLedger:
     """A ledger that is opened while its database is away, which is then back, changed by a statement."""
     settings = settings_on(server.url, folder)
     open_ledger(settings).close()
@@ -76,8 +76,8 @@ def test_a_first_start_needs_its_database(tmp_path: Path) -> None:
 def test_verbs_that_come_at_once_wait_for_the_one_that_opens_the_database(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patient_ledger, "_PATIENCE_S", 60.0)
-    ledger = PatientLedger.of(settings_on(f"sqlite:///{tmp_path}/a.db", tmp_path))
+    monkeypatch.setattr(lazy_ledger, "_PATIENCE_S", 60.0)
+    ledger = LazyLedger.of(settings_on(f"sqlite:///{tmp_path}/a.db", tmp_path))
     with ThreadPoolExecutor(8) as pool:
         found = [pool.submit(ledger.recording.commit, "acme") for _ in range(8)]
         assert [each.result() for each in found] == [0] * 8
@@ -100,9 +100,9 @@ def test_verbs_that_come_at_once_try_a_database_that_is_away_once(
         time.sleep(0.2)  # they are but a few steps before the door
         raise DatabaseAway("away")
 
-    monkeypatch.setattr(patient_ledger, "_PATIENCE_S", 60.0)
-    monkeypatch.setattr(patient_ledger, "upgrade", away)
-    ledger = PatientLedger.of(settings_on(f"sqlite:///{tmp_path}/a.db", tmp_path))
+    monkeypatch.setattr(lazy_ledger, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(lazy_ledger, "upgrade", away)
+    ledger = LazyLedger.of(settings_on(f"sqlite:///{tmp_path}/a.db", tmp_path))
     with ThreadPoolExecutor(8) as pool:
         found = [pool.submit(commit) for _ in range(8)]
         assert all(isinstance(each.exception(), LedgerUnavailable) for each in found)
@@ -158,15 +158,15 @@ def test_a_database_of_another_experiment_is_refused_when_it_is_back(
 def test_a_memory_of_nonsense_is_none(tmp_path: Path, data: bytes) -> None:
     settings = settings_on("postgresql://someone@127.0.0.1:9/none", tmp_path)
     (settings.job_dir / "served.json").write_bytes(data)
-    assert not PatientLedger.of(settings).versions.remembers
+    assert not LazyLedger.of(settings).versions.remembers
 
 
 def test_a_memory_of_another_model_is_none(tmp_path: Path) -> None:
     settings = settings_on(f"sqlite:///{tmp_path}/ledger.db", tmp_path)
     open_ledger(settings).close()
-    assert PatientLedger.of(settings).versions.remembers
+    assert LazyLedger.of(settings).versions.remembers
     other = settings.model.model_copy(update={"model_path": tmp_path / "other"})
-    assert not PatientLedger.of(settings.model_copy(update={"model": other})).versions.remembers
+    assert not LazyLedger.of(settings.model_copy(update={"model": other})).versions.remembers
 
 
 def test_a_memory_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class ServedVersions(msgspec.Struct, frozen=True):
     newest: Version
 
 
-class PatientTransactions(Transactions):
+class LazyTransactions(Transactions):
     """Transactions that bring the database up to date before the first of them; until then it is unavailable."""
 
     def __init__(self, engine: Engine, *, clock: Callable[[], float], prepare: Callable[[Engine], None]) -> None:
@@ -90,11 +90,11 @@ class PatientTransactions(Transactions):
             yield connection
 
 
-class RememberedVersions(Versions):
+class CachedVersions(Versions):
     def __init__(self, transactions: Transactions, *, path: Path, base: Path) -> None:
         super().__init__(transactions)
         self._path, self._base = path, base
-        self._served = recall_versions(path, base)
+        self._served = read_served_versions(path, base)
         self._remembering = threading.Lock()
 
     @property
@@ -143,9 +143,9 @@ class RememberedVersions(Versions):
                 remember(self._path, served)
 
 
-class PatientLedger(Ledger):
-    transactions: PatientTransactions
-    versions: RememberedVersions
+class LazyLedger(Ledger):
+    transactions: LazyTransactions
+    versions: CachedVersions
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         super().__init__(
@@ -153,10 +153,10 @@ class PatientLedger(Ledger):
             rule=settings.reward,
             compensate_late=settings.feedback.compensate_late,
             clock=LedgerClock(engine),
-            transactions=partial(PatientTransactions, prepare=partial(_prepare, settings)),
+            transactions=partial(LazyTransactions, prepare=partial(_prepare, settings)),
         )
         path, base = settings.job_dir / SERVED, _base_of(settings)
-        self.versions = RememberedVersions(self.transactions, path=path, base=base)
+        self.versions = CachedVersions(self.transactions, path=path, base=base)
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
@@ -182,9 +182,9 @@ def _prepare(settings: Settings, engine: Engine) -> None:
     make_configured(settings, ledger)
 
 
-def open_ledger(settings: Settings) -> PatientLedger:
+def open_ledger(settings: Settings) -> LazyLedger:
     """The ledger, its schema up to date. A first start is refused without a database, a later one waits for it."""
-    ledger = PatientLedger.of(settings)
+    ledger = LazyLedger.of(settings)
     try:
         ledger.transactions.open()
         ledger.versions.champion()
@@ -204,7 +204,7 @@ def _numbers(served: ServedVersions) -> tuple[int, int]:
     return served.champion.version, served.newest.version
 
 
-def recall_versions(path: Path, base: Path) -> ServedVersions | None:
+def read_served_versions(path: Path, base: Path) -> ServedVersions | None:
     """What was served last; None if that is not known, or was trained from another base model."""
     try:
         served = msgspec.json.decode(path.read_bytes(), type=ServedVersions, dec_hook=lambda kind, value: kind(value))

@@ -247,7 +247,7 @@ def _json(text: str | bytes) -> object:
 _MOST = 32
 
 
-class BaseModelKl:
+class PolicyDivergence:
     """Measured after every `kl_every` steps, if at all; the base model is loaded for it and let go."""
 
     def __init__(self, settings: Settings) -> None:
@@ -282,7 +282,7 @@ class Monitors:
         self._ledger, self._rule = ledger, settings.reward
         self._compares_rewards = settings.algorithm.algorithm_type not in _OF_NO_REWARD
         tasks = tasks_of(settings.monitor.evaluation)
-        self._distance = BaseModelKl(settings)
+        self._distance = PolicyDivergence(settings)
         self._held_out = HeldOut(settings, tasks) if tasks else None
         self._refusals = self._drift.refusals_found
         self._policy, name = policy, f"drift-{policy}.json" if policy else "drift.json"

@@ -6,7 +6,7 @@ from tests.trainer.factories import sample
 from tuneloop.shared.settings.versions import DriftSettings
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.monitoring.drift import KL_BASE
-from tuneloop.trainer.monitoring.monitors import BaseModelKl, Monitors
+from tuneloop.trainer.monitoring.monitors import Monitors, PolicyDivergence
 
 BATCH = [sample(i) for i in range(8)]
 LIVELY = {"kl_coef": 0.0, "mini_batches": 1, "optimizer": {"lr": 1e-2}}
@@ -26,11 +26,11 @@ def learnt(settings, monkeypatch):
 
 def test_it_is_measured_after_every_so_many_steps(learnt):
     chosen, learner = learnt
-    measured = BaseModelKl(chosen).measure(learner, BATCH)
+    measured = PolicyDivergence(chosen).measure(learner, BATCH)
     assert measured == {KL_BASE: pytest.approx(learner.distance(learner.actor.reference(chosen), BATCH))}
     assert measured[KL_BASE] > 1e-4
     learner.steps += 1
-    assert BaseModelKl(chosen).measure(learner, BATCH) == {}
+    assert PolicyDivergence(chosen).measure(learner, BATCH) == {}
 
 
 def test_a_policy_that_goes_far_raises_the_alarm_though_its_loss_does_not_look_at_the_base_model(learnt, ledger):

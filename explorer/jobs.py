@@ -1,7 +1,8 @@
 """Fine-tuning jobs, in the explorer that leads: files are checked, and `reinforcement` is run as a client of ours."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -27,8 +28,9 @@ from tuneloop.shared.errors import (
 from tuneloop.shared.experience import JobState, State, VersionState, steady_clock
 from tuneloop.shared.finetuning.graders import AskModel, ModelSample, check_grader, grade
 from tuneloop.shared.finetuning.job_plan import plan_job
-from tuneloop.shared.finetuning.lines import FileLine, check_file, read_lines
+from tuneloop.shared.finetuning.lines import FileLine, LineIndex, check_file
 from tuneloop.shared.job_marks import KEY, load_key, touch_committed
+from tuneloop.shared.ledger.explorers import LEAD_S
 from tuneloop.shared.ledger.files import FILES, PromptSample
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import Job
@@ -126,6 +128,8 @@ class LineChecks:
         log.warning("fine_tuning_job_failed", job=job.id, code=error["code"])
 
 
+_METHOD = "reinforcement"
+
 #: Until a job is tried again whose service does not answer.
 _PAUSE_S = 5.0
 
@@ -159,6 +163,8 @@ class ReinforcementJobs:
         self._find_url, self._wait = find_url, wait_until_taken
         self._tokens = TokenSigner(load_key(settings.job_dir / KEY))
         self._driving: dict[str, asyncio.Task[None]] = {}
+        #: Until when, by this process's clock, no other explorer may lead.
+        self._leads_until = 0.0
         self._reasons: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -169,12 +175,13 @@ class ReinforcementJobs:
 
     async def turn(self) -> None:
         found = await asyncio.to_thread(self._ledger.jobs.open, (JobState.QUEUED, JobState.RUNNING))
-        jobs = {each.id: each for each in found if each.method == "reinforcement"}
+        jobs = {each.id: each for each in found if each.method == _METHOD}
         await self._stop(self._driving.keys() - jobs.keys())
-        lead = partial(self._ledger.explorers.lead, self._settings.explorer_name)
+        lead, began = partial(self._ledger.explorers.lead, self._settings.explorer_name), time.monotonic()
         if not jobs or await asyncio.to_thread(lead) is None:
             await self._stop(self._driving)
             return
+        self._leads_until = began + LEAD_S
         for job in jobs.values():
             if (task := self._driving.get(job.id)) is None or task.done():
                 self._driving[job.id] = asyncio.create_task(self._drive(job))
@@ -190,6 +197,9 @@ class ReinforcementJobs:
         for name in tasks:
             del self._driving[name]
 
+    def _leads(self) -> bool:
+        return time.monotonic() < self._leads_until
+
     async def _drive(self, job: Job) -> None:
         def open_client(policy: int) -> httpx.AsyncClient:
             def sign(request: httpx.Request) -> httpx.Request:
@@ -203,7 +213,7 @@ class ReinforcementJobs:
         try:
             # The model's own name means the job's policy to the one, and the default policy to graders.
             async with open_client(job.policy) as client, open_client(0) as graders:
-                await JobRun(job, self._settings, self._ledger, client, graders, self._wait).run()
+                await JobRun(job, self._settings, self._ledger, client, graders, self._wait, self._leads).run()
         except (LedgerUnavailable, EngineError) as error:
             log.warning("reinforcement_put_off", job=job.id, reason=str(error))
             if isinstance(error, EngineError) and self._reasons.get(job.id) != str(error):
@@ -235,7 +245,9 @@ class JobRun:
         client: httpx.AsyncClient,
         graders: httpx.AsyncClient,
         wait_until_taken: Wait,
+        leads: Callable[[], bool],
     ) -> None:
+        self._leads, self._order = leads, (-1, list[int]())
         self._ask_model = asking(graders)
         self._job, self._settings, self._ledger, self._client = job, settings, ledger, client
         self._wait, self._slots = wait_until_taken, asyncio.Semaphore(_CONCURRENT)
@@ -250,9 +262,7 @@ class JobRun:
         EngineError and LedgerUnavailable where it may later.
         """
         job, ledger = self._job, self._ledger
-        self._numbers = [line.number for line in await self._read(job.training_file)]
-        if not self._numbers:
-            raise JobRefused("the training file has no lines any more")
+        self._lines = await self._index(job.training_file)
         policy = await asyncio.to_thread(ledger.policies.get, job.policy)
         options = {"buffer.batch_timeout": _BATCH_TIMEOUT_S} | policy.settings
         if options != policy.settings:
@@ -281,38 +291,38 @@ class JobRun:
         end = partial(ledger.jobs.change, job.id, JobState.SUCCEEDED, "The job has successfully completed", **ends)
         await asyncio.to_thread(end)
 
-    async def _read(self, file_id: str, numbers: Collection[int] | None = None) -> list[FileLine]:
-        """Lines of a file, or all of them without what they hold. The file is read, and not kept."""
-        path = self._settings.job_dir / FILES / file_id
-
-        def read() -> Iterator[FileLine]:
-            for line in read_lines(path, "reinforcement"):
-                if numbers is None:
-                    yield FileLine(number=line.number, messages=[])
-                elif line.number in numbers:
-                    yield line
-
-        return await asyncio.to_thread(lambda: [*read()])
+    async def _index(self, file_id: str) -> LineIndex:
+        try:
+            index = await asyncio.to_thread(LineIndex.of, self._settings.job_dir / FILES / file_id)
+        except OSError as error:
+            raise FileRefused(f"{file_id} cannot be read: {error.strerror}") from None
+        if not index.lines:
+            raise FileRefused(f"{file_id} has no lines any more")
+        return index
 
     def _task(self, place: int) -> tuple[int, str]:
         """The line that is asked at a place of the whole job, and the task that it is then."""
-        epoch, at = divmod(place, len(self._numbers))
-        order = [*self._numbers]
-        Random(f"{self._job.seed}:{epoch}").shuffle(order)
-        return order[at], f"{self._job.training_file}:{order[at]}:{self._job.id}:{epoch}"
+        epoch, at = divmod(place, self._lines.lines)
+        if self._order[0] != epoch:
+            self._order = epoch, [*range(1, self._lines.lines + 1)]
+            Random(f"{self._job.seed}:{epoch}").shuffle(self._order[1])
+        number = self._order[1][at]
+        return number, f"{self._job.training_file}:{number}:{self._job.id}:{epoch}"
 
     async def _sample(self, place: int) -> tuple[list[str], list[float], int]:
         """Have a step's prompts answered and rated: tasks, rewards, the next place. Raises RequestRefused."""
         tasks, rewards = list[str](), list[float]()
         while len(tasks) < self._asked["batch_size"]:
-            if len(self._refused) == len(self._numbers):
+            if len(self._refused) == self._lines.lines:
                 raise RequestRefused(f"all prompts were refused; the last one: {[*self._refused.values()][-1]}")
             if not await self._wait(_PAUSE_S):
                 raise LedgerUnavailable("what was acknowledged is not in the database yet")
             chosen = [self._task(place + each) for each in range(self._asked["batch_size"] - len(tasks))]
             place += len(chosen)
             names = [task for _, task in chosen]
-            lines = {line.number: line for line in await self._read(self._job.training_file, {n for n, _ in chosen})}
+            numbers = {number for number, _ in chosen}
+            lines = {line.number: line for line in await _read(self._lines, [each - 1 for each in numbers])}
+            self._refused |= dict.fromkeys(numbers - lines.keys(), "its line was erased")
             there = await asyncio.to_thread(self._ledger.files.samples, self._job.tenant, names)
             asked = [(task, lines[number]) for number, task in chosen if number in lines]
             found = await gather(*(self._ask_all(line, task, there) for task, line in asked))
@@ -325,7 +335,7 @@ class JobRun:
         """The rewards of the samples of a prompt; none where it is refused. What is there is not asked again."""
         if line.number in self._refused:
             return []
-        before = {each.run_id: each for each in there if each.task_id == task}
+        before = {each.run_id: each for each in reversed(there) if each.task_id == task}
 
         async def ask(run_id: str) -> float:
             if (known := before.get(run_id)) is not None and known.reward is not None:
@@ -360,6 +370,8 @@ class JobRun:
         if (effort := self._asked.get("reasoning_effort", "default")) != "default":
             body["reasoning_effort"] = effort
         async with self._slots:
+            if not self._leads():
+                raise LedgerUnavailable("another explorer may lead by now")
             answer = await post(self._client, "/v1/chat/completions", body | more)
         said = answer["choices"][0]["message"]
         sample = ModelSample(text=said.get("content") or "", tools=said.get("tool_calls") or [], item=line.item)
@@ -370,6 +382,7 @@ class JobRun:
         has_committed = False
         while True:
             rows = await asyncio.to_thread(self._ledger.files.samples, self._job.tenant, tasks)
+            rows = await asyncio.to_thread(self._ledger.files.drop_repeated, rows)
             states = {row.state for row in rows}
             if not rows and has_committed:  # all that was acknowledged is in the database by then
                 raise JobRefused("nothing is recorded of this tenant's replies, so that there is nothing to learn from")
@@ -390,8 +403,8 @@ class JobRun:
 
     async def _validate(self, file_id: str) -> float:
         """The mean reward over prompts of the validation file, none recorded; a refused one is worth nothing."""
-        numbers = [line.number for line in await self._read(file_id)]
-        chosen = {*numbers[:: -(-len(numbers) // _VALIDATED)]}
+        index = await self._index(file_id)
+        chosen = range(0, index.lines, -(-index.lines // _VALIDATED))
 
         async def score(line: FileLine) -> float:
             try:
@@ -400,10 +413,14 @@ class JobRun:
                 return 0.0
             return (await grade(self._grader, sample, self._ask_model)).reward
 
-        lines = await self._read(file_id, chosen)
+        lines = await _read(index, chosen)
         return fmean(
             await gather(*(score(line) for line in lines for _ in range(self._asked["eval_samples"]))) or [0.0]
         )
+
+
+async def _read(index: LineIndex, places: Sequence[int]) -> list[FileLine]:
+    return await asyncio.to_thread(lambda: [*index.read(places, _METHOD)])
 
 
 #: The answers to a request that will never do. To others the same request may get another answer in a moment.

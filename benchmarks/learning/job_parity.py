@@ -7,7 +7,9 @@ Ours is `tuneloop finetune` in float32 on the CPU: 200 lines, 2 epochs, batches 
 adapter that ours began with, and reads the lines in the order in which the ledger says that ours were taken. Both:
 AdamW with betas 0.9 and 0.999, epsilon 1e-8, no weight decay, a constant learning rate, gradients clipped to norm 1;
 sft's loss is the mean over the answers' tokens of a batch, their ends included; dpo's the mean over pairs, of sums over
-tokens, with beta 0.1. With `--items`, both answer so many sums, sampled with one seed. Prints one JSON object.
+tokens, with beta 0.1. With `--items`, the start weights and both answer so many sums, of two numbers below 100 each,
+sampled with one seed: neither the file nor the start weights' lessons have them. Prints one JSON object, with the
+difference of the shares of right answers, ours less TRL's, and the half width of its paired interval of 95 %.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean, pstdev
 from typing import Any
 
 import torch
@@ -27,7 +30,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from benchmarks.learning.play import Player
 from examples.sums.model import save
-from examples.sums.task import ALL
+from examples.sums.task import Sum
 from examples.tasks.sums import Sums
 from examples.tasks.warmup import build, warm_up
 from tuneloop.shared.finetuning.job_plan import plan_job
@@ -38,6 +41,18 @@ from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.trainer.models.lora import AdaptedActor
 
 _LINES, _EPOCHS, _BATCH, _LR = 200, 2, 8, 1e-3
+
+#: All sums in an order of chance. The first of them are taught; the others are held out.
+_SUMS = random.Random(3).sample([Sum(left, right) for left in range(100) for right in range(100)], 10_000)
+_TAUGHT = 4_500
+
+
+class WiderSums(Sums):
+    """Sums of numbers below 100, of which some are held out."""
+
+    def questions(self) -> list[Sum]:
+        """Those that are taught."""
+        return _SUMS[:_TAUGHT]
 
 
 def main() -> int:
@@ -51,7 +66,8 @@ def main() -> int:
     out: Path = options.out.absolute()
     out.mkdir(parents=True)
     model, words = build(0)
-    warm_up(Sums(), model, words, seed=0)
+    for seed in range(3):
+        warm_up(WiderSums(), model, words, seed=seed, slips=seed == 2)
     save(model, words, out / "model")
     lines = _write_file(out / "lines.jsonl", options.method)
     config = _write_settings(out)
@@ -84,22 +100,29 @@ def main() -> int:
         assert version is not None
         base = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
         served: Any = PeftModel.from_pretrained(base, version.path / "actor").eval()
-        for name, each in (("ours_right", served), ("trl_right", trained)):
-            result[name] = Player(Sums(), each, words, seed=7).evaluate(seed=11, runs=options.items)
+        start = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32).eval()
+        right = [_rights(each, words, _SUMS[_TAUGHT:][: options.items]) for each in (start, served, trained)]
+        apart = [ours - theirs for ours, theirs in zip(right[1], right[2], strict=True)]
+        result |= {f"{name}_right": fmean(each) for name, each in zip(("start", "our", "trl"), right, strict=True)}
+        width = 1.96 * pstdev(apart) / len(apart) ** 0.5
+        result |= {"items": len(apart), "difference": fmean(apart), "half_width": width}
     ledger.close()
     print(json.dumps(result))
     return 0
 
 
+def _rights(model: Any, words: Any, asked: list[Sum]) -> list[float]:
+    """For each sum whether a sampled answer is right."""
+    player = Player(WiderSums(), model, words, seed=7)
+    return [float(run.verdict.right) for at in range(0, len(asked), 250) for run in player.play(asked[at : at + 250])]
+
+
 def _write_file(path: Path, method: str) -> list[dict[str, Any]]:
     """The lines: sums with their answers, or with a right and a wrong one."""
     chance, lines = random.Random(5), []
-    for _ in range(_LINES):
-        asked = chance.choice(ALL)
+    for asked in chance.sample(_SUMS[:_TAUGHT], _LINES):
         question = [{"role": "user", "content": asked.question}]
-        right, wrong = (
-            {"role": "assistant", "content": str(each)} for each in (asked.answer, chance.randrange(19, 99))
-        )
+        right, wrong = ({"role": "assistant", "content": str(each)} for each in (asked.answer, chance.randrange(199)))
         lines.append(
             {"input": {"messages": question}, "preferred_output": [right], "non_preferred_output": [wrong]}
             if method == "dpo"

@@ -4,7 +4,7 @@ A file that comes in parts is an upload until it is complete; its parts lie ther
 are removed by a sweep: those of a deleted or expired file stay until the jobs that learn from it are over.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -20,6 +20,9 @@ FILES = "files"
 
 #: The seconds in which an upload must be completed.
 UPLOAD_S = 3600.0
+
+#: What is not committed yet, and why some of it is dropped.
+_WAITING, _TWICE = (State.RECORDED, State.REWARDED), "another explorer had the same sample of the job"
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,9 +167,22 @@ class Files(LedgerPart):
         return known
 
     def samples(self, tenant: str, task_ids: Collection[str]) -> list[PromptSample]:
+        """The samples of tasks. Of several samples of one run the first counts, which is committed or has a reward."""
         columns = select(*(experiences.c[name] for name in PromptSample._fields)).where(experiences.c.tenant == tenant)
-        rows = find(self._read, columns.where(experiences.c.correction == 0), experiences.c.task_id, task_ids)
-        return [PromptSample(*row)._replace(state=State(row.state)) for row in rows]
+        counted = columns.where(experiences.c.correction == 0, experiences.c.reason.is_distinct_from(_TWICE))
+        rows = find(self._read, counted, experiences.c.task_id, task_ids)
+        found = [PromptSample(*row)._replace(state=State(row.state)) for row in rows]
+        return sorted(found, key=lambda each: (each.state in _WAITING, each.reward is None, each.msg_id))
+
+    def drop_repeated(self, samples: Iterable[PromptSample]) -> list[PromptSample]:
+        """Drop what waits beside the first sample of each run: two explorers had it sampled. The others."""
+        first = dict[tuple[str, str], PromptSample]()
+        again = [each.msg_id for each in samples if first.setdefault((each.task_id, each.run_id), each) is not each]
+        if again:
+            waiting = experiences.c.msg_id.in_(again), experiences.c.state.in_(_WAITING)
+            with self._write() as connection:
+                connection.execute(update(experiences).where(*waiting).values(state=State.DROPPED, reason=_TWICE))
+        return [*first.values()]
 
     def _live(self) -> ColumnElement[bool]:
         return and_(files.c.deleted_at.is_(None), or_(files.c.expires_at.is_(None), files.c.expires_at > self._clock()))

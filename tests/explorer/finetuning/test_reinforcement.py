@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ def queued(explorer: RunningExplorer, file: str, *, steps: int = 2, tenant: str 
 
 
 @contextmanager
-def training(explorer: RunningExplorer, job: Job) -> Iterator[list[list[str]]]:
+def training(explorer: RunningExplorer | SimpleNamespace, job: Job) -> Iterator[list[list[str]]]:
     """A double of the trainer: each step is a version; what it learnt from, by the names of the replies."""
     ledger, steps, ending = explorer.ledger, list[list[str]](), threading.Event()
     rules = BatchRules(policy=job.policy, group_by="task", group_size=2, batch_timeout=0.5)
@@ -267,6 +268,35 @@ def test_a_job_of_whom_nothing_may_be_kept_fails(explorer: RunningExplorer) -> N
     done = over(explorer, queued(explorer, file, tenant="acme"))
     assert done.error is not None
     assert "nothing is recorded" in done.error["message"]
+
+
+def test_of_samples_that_two_explorers_had_the_first_is_learnt(explorer: RunningExplorer, double: EngineDouble) -> None:
+    double.status = 500
+    job = queued(explorer, uploaded(explorer, prompt("3+4="), prompt("3+5=", "8")), steps=1)
+    eventually(lambda: any("The job waits" in each.message for each in explorer.ledger.jobs.events(job.id)))
+    labels = {"task_id": f"{job.training_file}:1:{job.id}:0", "policy": job.policy, "tenant": "default"}
+    twice = [factories.exchange(run_id="0", **labels) for _ in range(3)]
+    rated = factories.feedback(msg_id=twice[1].msg_id, tenant="default")
+    explorer.ledger.recording.record([*twice, rated])
+    double.status = 200
+    with training(explorer, job) as steps:
+        assert over(explorer, job).state is JobState.SUCCEEDED
+    assert {len(step) for step in steps} == {4}
+    assert {twice[0].msg_id, twice[2].msg_id}.isdisjoint(steps[0])
+    assert twice[1].msg_id in steps[0]
+    reasons = explorer.rows(f"SELECT reason FROM experiences WHERE policy = {job.policy} AND state = 'dropped'")
+    assert [row.reason for row in reasons] == ["another explorer had the same sample of the job"] * 2
+    assert explorer.ledger.reports.imbalance() == []
+
+
+def test_who_may_not_lead_any_more_asks_for_no_sample(explorer: RunningExplorer, double: EngineDouble) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "LEAD_S", -1.0)  # the database may let another explorer lead by now
+        job = queued(explorer, uploaded(explorer, prompt("3+4=")))
+        eventually(lambda: explorer.ledger.jobs.get(job.id).state is JobState.RUNNING)
+        time.sleep(1.0)
+    assert double.chats == []
+    eventually(lambda: len(double.chats) == 4)
 
 
 def test_a_cancelled_job_stops_at_once(explorer: RunningExplorer, double: EngineDouble) -> None:

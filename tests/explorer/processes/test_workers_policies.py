@@ -3,6 +3,7 @@
 import json
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -11,10 +12,11 @@ import pytest
 from tests.doubles.engine import CHAT, EngineDouble
 from tests.explorer import adapters
 from tests.explorer.finetuning.job_service import LINES, TrainerDouble
-from tests.explorer.finetuning.test_reinforcement import ASKED, GRADER, prompt
+from tests.explorer.finetuning.test_reinforcement import ASKED, GRADER, prompt, training
 from tests.explorer.processes.test_workers import Staff
 from tests.explorer.running import HELLO, eventually
 from tests.explorer.test_main import attached_to, job, service, write_settings
+from tests.loop.harness.services import free_port
 from tuneloop.shared.experience import JobState
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import JobDraft
@@ -94,3 +96,42 @@ def test_a_job_asks_the_workers_over_loopback(tmp_path: Path, double: EngineDoub
         eventually(lambda: all(each.reward is not None for each in ledger.files.samples("default", [task])))
         assert ledger.jobs.get(job.id).state is JobState.RUNNING
         ledger.close()
+
+
+def test_another_explorer_goes_on_with_the_job_of_one_that_dies(tmp_path: Path, doubles: list[EngineDouble]) -> None:
+    (tmp_path / "other").mkdir()
+    same = {"model__lora": {"rank": adapters.RANK}, "checkpoint_root_dir": str(tmp_path / "checkpoints")}
+    same |= {"model__model_path": str(tmp_path / "model"), "explorer__service_status_check_interval": 0.1}
+    first, second = (
+        write_settings(place, **same, **attached_to(double), explorer__proxy_port=free_port(), explorer__outbox_dir=out)
+        for place, double, out in zip(
+            (tmp_path, tmp_path / "other"), doubles, (f"{tmp_path}/a", f"{tmp_path}/b"), strict=False
+        )
+    )
+    adapters.write_base(tmp_path / "model")
+    for double in doubles:
+        double.says["models"] = "7"
+        double.piece_pause_s = 0.3
+    with ExitStack() as stack:
+        leading, http = stack.enter_context(service(first))
+        settings = load_settings(first)
+        ledger = Ledger.of(settings)
+        stack.callback(ledger.close)
+        eventually(lambda: ledger.explorers.lead("nobody") is None)
+        stack.enter_context(service(second))
+        asked = {"hyperparameters": ASKED | {"batch_size": 1, "compute_multiplier": 3.0}, "grader": GRADER}
+        job = ledger.jobs.create(draft_of(http, prompt("3+4="), method="reinforcement", **asked))
+        eventually(lambda: ledger.jobs.get(job.id).state is JobState.RUNNING)
+        samples = ledger.policies.get(job.policy).settings["buffer.group_size"]
+        task = f"{job.training_file}:1:{job.id}:0"
+        eventually(lambda: 0 < len(ledger.files.samples("default", [task])) < samples)
+        leading.kill()
+        with ledger.transactions.write() as connection:
+            connection.exec_driver_sql("UPDATE explorers SET leads_until = 0")  # half a minute later
+        with training(SimpleNamespace(ledger=ledger, settings=settings), job) as steps:
+            eventually(lambda: ledger.jobs.get(job.id).finished_at is not None)
+        assert ledger.jobs.get(job.id).state is JobState.SUCCEEDED
+        rows = ledger.files.samples("default", [task])
+        assert sorted(each for step in steps for each in step) == sorted(each.msg_id for each in rows)
+        assert sorted(int(each.run_id) for each in rows) == [*range(samples)], "each sample once, and none is lost"
+        assert 0 < len(doubles[1].chats) < samples

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import suppress
-from functools import partial
 from random import Random
 from statistics import fmean
 from typing import Any, TypeVar
@@ -164,7 +163,7 @@ class ReinforcementJobs:
         self._tokens = TokenSigner(load_key(settings.job_dir / KEY))
         self._driving: dict[str, asyncio.Task[None]] = {}
         #: Until when, by this process's clock, no other explorer may lead.
-        self._leads_until = 0.0
+        self.leads_until = 0.0
         self._reasons: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -177,11 +176,11 @@ class ReinforcementJobs:
         found = await asyncio.to_thread(self._ledger.jobs.open, (JobState.QUEUED, JobState.RUNNING))
         jobs = {each.id: each for each in found if each.method == _METHOD}
         await self._stop(self._driving.keys() - jobs.keys())
-        lead, began = partial(self._ledger.explorers.lead, self._settings.explorer_name), time.monotonic()
-        if not jobs or await asyncio.to_thread(lead) is None:
+        began, name = time.monotonic(), self._settings.explorer_name
+        if not jobs or await asyncio.to_thread(self._ledger.explorers.lead, name) is None:
             await self._stop(self._driving)
             return
-        self._leads_until = began + LEAD_S
+        self.leads_until = began + LEAD_S
         for job in jobs.values():
             if (task := self._driving.get(job.id)) is None or task.done():
                 self._driving[job.id] = asyncio.create_task(self._drive(job))
@@ -197,9 +196,6 @@ class ReinforcementJobs:
         for name in tasks:
             del self._driving[name]
 
-    def _leads(self) -> bool:
-        return time.monotonic() < self._leads_until
-
     async def _drive(self, job: Job) -> None:
         def open_client(policy: int) -> httpx.AsyncClient:
             def sign(request: httpx.Request) -> httpx.Request:
@@ -213,13 +209,12 @@ class ReinforcementJobs:
         try:
             # The model's own name means the job's policy to the one, and the default policy to graders.
             async with open_client(job.policy) as client, open_client(0) as graders:
-                await JobRun(job, self._settings, self._ledger, client, graders, self._wait, self._leads).run()
+                await JobRun(job, self._settings, self._ledger, client, graders, self._wait, self).run()
         except (LedgerUnavailable, EngineError) as error:
             log.warning("reinforcement_put_off", job=job.id, reason=str(error))
-            if isinstance(error, EngineError) and self._reasons.get(job.id) != str(error):
-                self._reasons[job.id] = str(error)
-                note = partial(self._ledger.jobs.note, job.id, f"The job waits: {error}", level="warn")
-                await asyncio.to_thread(note)
+            if isinstance(error, EngineError) and self._reasons.get(job.id) != (reason := str(error)):
+                self._reasons[job.id] = reason
+                await asyncio.to_thread(self._ledger.jobs.note, job.id, f"The job waits: {reason}", level="warn")
             await asyncio.sleep(_PAUSE_S)
         except (FileRefused, JobRefused, PolicyRefused, RequestRefused) as error:
             await self._fail(job, error)
@@ -229,9 +224,9 @@ class ReinforcementJobs:
 
     async def _fail(self, job: Job, error: TuneloopError) -> None:
         failed = {"code": "job_failed", "message": str(error), "param": None}
-        change = partial(self._ledger.jobs.change, job.id, JobState.FAILED, f"The job failed: {error}", error=failed)
+        change, message = self._ledger.jobs.change, f"The job failed: {error}"
         try:
-            await asyncio.to_thread(change)
+            await asyncio.to_thread(change, job.id, JobState.FAILED, message, error=failed)
         except JobRefused:  # it was cancelled meanwhile
             log.info("reinforcement_not_failed", job=job.id, reason=str(error))
 
@@ -245,9 +240,9 @@ class JobRun:
         client: httpx.AsyncClient,
         graders: httpx.AsyncClient,
         wait_until_taken: Wait,
-        leads: Callable[[], bool],
+        driver: ReinforcementJobs,
     ) -> None:
-        self._leads, self._order = leads, (-1, list[int]())
+        self._driver, self._order = driver, (-1, list[int]())
         self._ask_model = asking(graders)
         self._job, self._settings, self._ledger, self._client = job, settings, ledger, client
         self._wait, self._slots = wait_until_taken, asyncio.Semaphore(_CONCURRENT)
@@ -256,11 +251,7 @@ class JobRun:
         self._refused: dict[int, str] = {}
 
     async def run(self) -> None:
-        """Do its steps.
-
-        Raises RequestRefused where it can learn from no prompt, FileRefused and JobRefused where it cannot go on, and
-        EngineError and LedgerUnavailable where it may later.
-        """
+        """Do its steps. Raises EngineError and LedgerUnavailable where it may go on later, else others."""
         job, ledger = self._job, self._ledger
         self._lines = await self._index(job.training_file)
         policy = await asyncio.to_thread(ledger.policies.get, job.policy)
@@ -270,7 +261,7 @@ class JobRun:
         self._samples = settings_of_policy(self._settings, options).buffer.group_size
         if job.state is JobState.QUEUED:
             await asyncio.to_thread(ledger.jobs.change, job.id, JobState.RUNNING, "Fine-tuning job started")
-        events = await asyncio.to_thread(partial(ledger.jobs.events, job.id, limit=_EVENTS))
+        events = await asyncio.to_thread(ledger.jobs.events, job.id, limit=_EVENTS)
         done: dict[str, Any] = {"step": 0, "next_prompt": 0, "trained_tokens": 0}
         done |= next((each.data for each in events if each.data and "next_prompt" in each.data), {})
         for step in range(done["step"] + 1, job.total_steps + 1):
@@ -283,13 +274,13 @@ class JobRun:
             if job.validation_file and (is_due or step % self._asked["eval_interval"] == 0):
                 done["valid_mean_reward"] = valid = await self._validate(job.validation_file)
                 message += f", validation mean reward={valid:.4f}"
-            await asyncio.to_thread(partial(ledger.jobs.note, job.id, message, data=done))
+            await asyncio.to_thread(ledger.jobs.note, job.id, message, data=done)
         champion = await asyncio.to_thread(self._line.champion)
         if champion.begins:
             raise JobRefused("no step changed the model: the samples of each prompt always had the same reward")
         ends = {"version": champion.version, "trained_tokens": done["trained_tokens"]}
-        end = partial(ledger.jobs.change, job.id, JobState.SUCCEEDED, "The job has successfully completed", **ends)
-        await asyncio.to_thread(end)
+        message = "The job has successfully completed"
+        await asyncio.to_thread(ledger.jobs.change, job.id, JobState.SUCCEEDED, message, **ends)
 
     async def _index(self, file_id: str) -> LineIndex:
         try:
@@ -359,7 +350,7 @@ class JobRun:
         except RequestRefused as error:
             self._refused[line.number] = str(error)
             warn = f"Line {line.number} of the training file is left out: {error}"
-            await asyncio.to_thread(partial(self._ledger.jobs.note, self._job.id, warn, level="warn"))
+            await asyncio.to_thread(self._ledger.jobs.note, self._job.id, warn, level="warn")
             return []
 
     async def _ask(self, line: FileLine, **more: Any) -> tuple[str, ModelSample]:
@@ -370,7 +361,7 @@ class JobRun:
         if (effort := self._asked.get("reasoning_effort", "default")) != "default":
             body["reasoning_effort"] = effort
         async with self._slots:
-            if not self._leads():
+            if time.monotonic() >= self._driver.leads_until:
                 raise LedgerUnavailable("another explorer may lead by now")
             answer = await post(self._client, "/v1/chat/completions", body | more)
         said = answer["choices"][0]["message"]
@@ -430,7 +421,7 @@ _T = TypeVar("_T")
 
 
 async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer. Raises JobRefused for a model that there is not, RequestRefused, and EngineError."""
+    """Raises JobRefused for a model that there is not, RequestRefused, and EngineError."""
     try:
         answer = await client.post(path, json=body)
         found = answer.json()

@@ -24,7 +24,7 @@ from tuneloop.shared.job_marks import KEY, load_key
 from tuneloop.shared.ledger.files import FILES
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import Job, Policy
-from tuneloop.shared.ledger.training.file_rows import ENDPOINT, FileRow, TakenLines
+from tuneloop.shared.ledger.training.file_rows import ENDPOINT, FileChunk, FileRow
 from tuneloop.shared.ledger.training.training import WaitingRows
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
@@ -110,7 +110,7 @@ class FileJobs:
             changed = self._ledger.file_rows.take(self._epoch, job, _nothing(job))
         return changed
 
-    def _portion(self, job: Job, index: LineIndex, chosen: Settings, *, most: int) -> TakenLines:
+    def _portion(self, job: Job, index: LineIndex, chosen: Settings, *, most: int) -> FileChunk:
         """The next lines of the epoch, rendered. What cannot be learnt is left out, and reported in the first epoch."""
         epoch, begin = divmod(job.rows_taken, index.lines)
         if self._orders.get(job.id, (-1,))[0] != epoch:
@@ -156,7 +156,7 @@ class FileJobs:
             for reason, numbers in left_out.items()
             if epoch == 0
         ]
-        return TakenLines(job.rows_taken, job.rows_taken + len(order), rows, tokens, warnings)
+        return FileChunk(job.rows_taken, job.rows_taken + len(order), rows, tokens, warnings)
 
     def _end(self, job: Job) -> None:
         line = self._ledger.versions.of(job.policy).now().versions
@@ -258,5 +258,5 @@ class FileJobs:
         return total / weight if weight else None
 
 
-def _nothing(job: Job) -> TakenLines:
-    return TakenLines(job.rows_taken, job.rows_taken)
+def _nothing(job: Job) -> FileChunk:
+    return FileChunk(job.rows_taken, job.rows_taken)

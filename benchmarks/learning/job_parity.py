@@ -122,7 +122,10 @@ def _write_file(path: Path, method: str) -> list[dict[str, Any]]:
     chance, lines = random.Random(5), []
     for asked in chance.sample(_SUMS[:_TAUGHT], _LINES):
         question = [{"role": "user", "content": asked.question}]
-        right, wrong = ({"role": "assistant", "content": str(each)} for each in (asked.answer, chance.randrange(199)))
+        right, wrong = (
+            {"role": "assistant", "content": str(each)}
+            for each in (asked.answer, (int(asked.answer) + chance.randrange(1, 199)) % 199)
+        )
         lines.append(
             {"input": {"messages": question}, "preferred_output": [right], "non_preferred_output": [wrong]}
             if method == "dpo"

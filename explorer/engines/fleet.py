@@ -99,12 +99,8 @@ class PinParser:
             return self._route(body, caller, known.policies)
         except ModelUnknown:  # or it is by now
             if not await known.learn_policies() or known.policies is None:
-                raise RequestRefused(
-                    "no policy of that name is known, and the database cannot be asked for new ones now",
-                    status=503,
-                    code="policies_unknown",
-                    retry_after_s=1.0,
-                ) from None
+                reason = "no policy of that name is known, and the database cannot be asked for new ones now"
+                raise RequestRefused(reason, status=503, code="policies_unknown", retry_after_s=1.0) from None
             return self._route(body, caller, known.policies)
 
     def _route(self, body: Mapping[str, Any], caller: Caller, known: PolicyTable | None) -> ModelRoute:

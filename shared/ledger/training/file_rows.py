@@ -46,7 +46,7 @@ class FileRow(NamedTuple):
     rewards: Sequence[float]
 
 
-class TakenLines(NamedTuple):
+class FileChunk(NamedTuple):
     """How far a file was taken before and after these rows, in lines of all epochs; the `tokens` of the rows."""
 
     before: int
@@ -58,7 +58,7 @@ class TakenLines(NamedTuple):
 
 class FileRows(LedgerPart):
     @again_after_deadlock
-    def take(self, epoch: int, job: Job, taken: TakenLines) -> bool:
+    def take(self, epoch: int, job: Job, taken: FileChunk) -> bool:
         """Keep rows of some lines, committed; the job runs then. False if it is over, or its file was taken further."""
         now = self._clock()
         with self._write() as connection:

@@ -115,22 +115,6 @@ def test_a_job_that_is_cancelled_while_its_files_are_checked_stays_cancelled(
     assert until(explorer, job, "cancelled")["error"] is None
 
 
-def test_only_the_explorer_that_decides_checks(explorer: RunningExplorer) -> None:
-    explorer.ledger.explorers.lead(explorer.settings.explorer_name)
-    with explorer.ledger.transactions.write() as connection:
-        connection.exec_driver_sql("UPDATE explorers SET name = 'another:1' WHERE leads_until > 0")
-    job = create(explorer, training_file=put(explorer))
-    turns = explorer.control.metrics.background_failures.labels("fine_tuning_files")
-    eventually(lambda: bool(explorer.ledger.jobs.open((JobState.VALIDATING,))))
-    explorer.until_looked()
-    explorer.until_looked()
-    assert explorer.ledger.jobs.get(job).state is JobState.VALIDATING
-    assert turns._value.get() == 0
-    with explorer.ledger.transactions.write() as connection:
-        connection.exec_driver_sql("UPDATE explorers SET leads_until = 0 WHERE name = 'another:1'")
-    until(explorer, job, "queued")
-
-
 @pytest.mark.parametrize("state", [*JobState])
 def test_a_restart_of_the_explorer_loses_no_job(
     tmp_path: Path, double: EngineDouble, monkeypatch: pytest.MonkeyPatch, state: JobState

@@ -78,53 +78,35 @@ def test_what_answers_at_one_worker_answers_at_the_other(tmp_path: Path, double:
             assert version(client, trained.name) == number, "each knows the model of a job at once"
 
 
-# A fine-tuning job and real workers: the process beside them finds their port, and takes files of theirs away.
-
-
-def test_a_job_asks_the_workers_over_loopback(tmp_path: Path, double: EngineDouble) -> None:
-    look = {"explorer__workers": 2, "explorer__service_status_check_interval": 0.1}
-    settings = write_settings(tmp_path, **look, model__lora={"rank": adapters.RANK}, **attached_to(double))
-    adapters.write_base(tmp_path / "model")
-    with service(settings) as (_, http):
-        ledger = Ledger.of(load_settings(settings))
-        options = {"buffer.group_by": "task", "buffer.group_size": 2, "algorithm.algorithm_type": "grpo"}
-        asked = {"hyperparameters": ASKED | {"batch_size": 1}, "grader": GRADER, "method": "reinforcement"}
-        job = ledger.jobs.create(draft_of(http, prompt("3+4="), options=options | {"gate.mode": "off"}, **asked))
-        ledger.jobs.change(job.id, JobState.QUEUED, "queued")
-        task = f"{job.training_file}:1:{job.id}:0"
-        eventually(lambda: len(ledger.files.samples("default", [task])) == 2)
-        eventually(lambda: all(each.reward is not None for each in ledger.files.samples("default", [task])))
-        assert ledger.jobs.get(job.id).state is JobState.RUNNING
-        ledger.close()
-
-
 def test_another_explorer_goes_on_with_the_job_of_one_that_dies(tmp_path: Path, doubles: list[EngineDouble]) -> None:
     (tmp_path / "other").mkdir()
-    same = {"model__lora": {"rank": adapters.RANK}, "checkpoint_root_dir": str(tmp_path / "checkpoints")}
-    same |= {"model__model_path": str(tmp_path / "model"), "explorer__service_status_check_interval": 0.1}
-    first, second = (
-        write_settings(place, **same, **attached_to(double), explorer__proxy_port=free_port(), explorer__outbox_dir=out)
-        for place, double, out in zip(
-            (tmp_path, tmp_path / "other"), doubles, (f"{tmp_path}/a", f"{tmp_path}/b"), strict=False
-        )
-    )
-    adapters.write_base(tmp_path / "model")
-    for double in doubles:
+    same: dict[str, Any] = {"model__lora": {"rank": adapters.RANK}, "model__model_path": str(tmp_path / "model")}
+    same |= {"explorer__workers": 2, "checkpoint_root_dir": str(tmp_path / "checkpoints")}
+    files = []
+    for place, double in zip((tmp_path, tmp_path / "other"), doubles[:2], strict=True):
+        own = {"explorer__proxy_port": free_port(), "explorer__outbox_dir": f"{place}/outbox"}
+        files.append(write_settings(place, **same, **attached_to(double), **own))
         double.says["models"] = "7"
-        double.piece_pause_s = 0.3
+    adapters.write_base(tmp_path / "model")
+
+    def hang_after_four(request: dict[str, Any]) -> bool:
+        doubles[0].hangs = len(doubles[0].chats) > 4
+        return False
+
+    doubles[0].quotes = hang_after_four
     with ExitStack() as stack:
-        leading, http = stack.enter_context(service(first))
-        settings = load_settings(first)
+        leading, http = stack.enter_context(service(files[0]))
+        settings = load_settings(files[0])
         ledger = Ledger.of(settings)
         stack.callback(ledger.close)
         eventually(lambda: ledger.explorers.lead("nobody") is None)
-        stack.enter_context(service(second))
+        stack.enter_context(service(files[1]))
         asked = {"hyperparameters": ASKED | {"batch_size": 1, "compute_multiplier": 3.0}, "grader": GRADER}
         job = ledger.jobs.create(draft_of(http, prompt("3+4="), method="reinforcement", **asked))
         eventually(lambda: ledger.jobs.get(job.id).state is JobState.RUNNING)
         samples = ledger.policies.get(job.policy).settings["buffer.group_size"]
         task = f"{job.training_file}:1:{job.id}:0"
-        eventually(lambda: 0 < len(ledger.files.samples("default", [task])) < samples)
+        eventually(lambda: len(ledger.files.samples("default", [task])) == 4 and doubles[0].hangs)
         leading.kill()
         with ledger.transactions.write() as connection:
             connection.exec_driver_sql("UPDATE explorers SET leads_until = 0")  # half a minute later
@@ -134,4 +116,4 @@ def test_another_explorer_goes_on_with_the_job_of_one_that_dies(tmp_path: Path, 
         rows = ledger.files.samples("default", [task])
         assert sorted(each for step in steps for each in step) == sorted(each.msg_id for each in rows)
         assert sorted(int(each.run_id) for each in rows) == [*range(samples)], "each sample once, and none is lost"
-        assert 0 < len(doubles[1].chats) < samples
+        assert len(doubles[1].chats) == samples - 4

@@ -8,7 +8,7 @@ import pytest
 from tests.factories import exchange, feedback
 from tuneloop.shared.errors import FileRefused
 from tuneloop.shared.experience import JobState, State
-from tuneloop.shared.ledger.files import UPLOAD_S, Files, StoredFile, Upload
+from tuneloop.shared.ledger.files import Files, StoredFile
 from tuneloop.shared.ledger.ledger import Ledger
 from tuneloop.shared.ledger.policies import JobDraft
 
@@ -31,13 +31,6 @@ def clock(ledger: Ledger) -> Clock:
 
 def added(files: Files, name: str, *, tenant: str = "acme", keeps_s: float | None = None) -> StoredFile:
     return files.add(StoredFile(id=name, tenant=tenant, sha256="", created_at=0.0, expires_at=keeps_s, **ROW))
-
-
-def begun(files: Files, name: str = "upload_1") -> Upload:
-    times = {"created_at": 0.0, "expires_at": 0.0}
-    return files.begin_upload(
-        Upload(id=name, tenant="acme", mime_type="text/jsonl", status="pending", parts={}, **times, **ROW)
-    )
 
 
 def test_files_of_one_moment_have_pages_too(ledger: Ledger, clock: Clock) -> None:
@@ -92,31 +85,6 @@ def test_a_file_is_needed_until_the_last_job_is_over(ledger: Ledger, clock: Cloc
         assert ledger.files.find_needed(names) == {"train": True, "valid": True, "other": False}
         ledger.jobs.change(job, JobState.CANCELLED, "cancelled")
     assert ledger.files.find_needed(names) == dict.fromkeys(names, False)
-
-
-def test_an_upload_ends_once(ledger: Ledger, clock: Clock) -> None:
-    files = ledger.files
-    assert begun(files).expires_at == 1000.0 + UPLOAD_S
-    files.change_upload("upload_1", part=("part_1", 5))
-    assert files.change_upload("upload_1", part=("part_2", 4)).parts == {"part_1": 5, "part_2": 4}
-    assert files.find_needed(["part_1", "part_9"]) == {"part_1": True}
-    made = StoredFile(id="file-1", tenant="acme", sha256="", created_at=0.0, expires_at=60.0, **ROW)
-    assert files.change_upload("upload_1", file=made).file == "file-1"
-    stored = files.find("file-1")
-    assert stored is not None
-    assert stored.expires_at == 1060.0
-    assert files.find_needed(["part_1"]) == {"part_1": False}
-    for to in ({}, {"part": ("part_3", 1)}, {"file": made}):
-        with pytest.raises(FileRefused, match="completed"):
-            files.change_upload("upload_1", **to)  # type: ignore[arg-type]
-    begun(files, "upload_2")
-    clock.now += UPLOAD_S
-    late = files.find_upload("upload_2", "acme")
-    assert late is not None
-    assert late.status == "expired"
-    with pytest.raises(FileRefused, match="expired"):
-        files.change_upload("upload_2")
-    assert files.find_upload("upload_1", "umbra") is None
 
 
 def test_samples_are_found_by_their_tasks(ledger: Ledger) -> None:

@@ -13,7 +13,7 @@ from tuneloop.shared.ledger.files import StoredFile
 from tuneloop.shared.ledger.ledger import BatchRules, Ledger
 from tuneloop.shared.ledger.policies import Job, JobDraft
 from tuneloop.shared.ledger.storage.schema import experiences
-from tuneloop.shared.ledger.training.file_rows import FileRow, TakenLines
+from tuneloop.shared.ledger.training.file_rows import FileChunk, FileRow
 
 RULES = BatchRules(any_reply=True, batch_timeout=0.001)
 
@@ -38,7 +38,7 @@ def job(ledger: Ledger) -> Job:
     return ledger.jobs.change(ledger.jobs.create(draft).id, JobState.QUEUED, "checked")
 
 
-def lines(job: Job, *numbers: int, before: int = 0, rewards: tuple[float, ...] = (1.0,)) -> TakenLines:
+def lines(job: Job, *numbers: int, before: int = 0, rewards: tuple[float, ...] = (1.0,)) -> FileChunk:
     rows = [
         FileRow(
             Exchange(
@@ -55,7 +55,7 @@ def lines(job: Job, *numbers: int, before: int = 0, rewards: tuple[float, ...] =
         )
         for number in numbers
     ]
-    return TakenLines(before, before + len(numbers), rows, tokens=5 * len(numbers), warnings=["line 4 is left out"])
+    return FileChunk(before, before + len(numbers), rows, tokens=5 * len(numbers), warnings=["line 4 is left out"])
 
 
 def rows_of(ledger: Ledger) -> list[Any]:

@@ -94,15 +94,8 @@ class LineChecks:
             plan = plan_job(self._settings, job.method, job.hyperparameters, lines=lines, seed=job.seed)
         except JobRefused as error:
             return self._fail(job, {"code": "invalid_value", "message": str(error), "param": "method"})
-        self._ledger.jobs.change(
-            job.id,
-            JobState.QUEUED,
-            f"Files validated ({lines} lines); the job is queued",
-            options=plan.options,
-            hyperparameters=plan.hyperparameters,
-            rows_in_all=plan.rows_in_all,
-            total_steps=plan.total_steps,
-        )
+        message = f"Files validated ({lines} lines); the job is queued"
+        self._ledger.jobs.change(job.id, JobState.QUEUED, message, **plan._asdict())
         with suppress(OSError):
             touch_committed(self._settings.job_dir)  # the trainer looks now
         log.info("fine_tuning_job_queued", job=job.id, lines=lines)
@@ -158,8 +151,8 @@ class ReinforcementJobs:
         find_url: Callable[[], str],
         wait_until_taken: Wait,
     ) -> None:
-        self._settings, self._ledger, self._metrics = settings, ledger, metrics
-        self._find_url, self._wait = find_url, wait_until_taken
+        self.settings, self.ledger, self._metrics = settings, ledger, metrics
+        self._find_url, self.wait_until_taken = find_url, wait_until_taken
         self._tokens = TokenSigner(load_key(settings.job_dir / KEY))
         self._driving: dict[str, asyncio.Task[None]] = {}
         #: Until when, by this process's clock, no other explorer may lead.
@@ -173,11 +166,11 @@ class ReinforcementJobs:
             await self._stop(self._driving)
 
     async def turn(self) -> None:
-        found = await asyncio.to_thread(self._ledger.jobs.open, (JobState.QUEUED, JobState.RUNNING))
+        found = await asyncio.to_thread(self.ledger.jobs.open, (JobState.QUEUED, JobState.RUNNING))
         jobs = {each.id: each for each in found if each.method == _METHOD}
         await self._stop(self._driving.keys() - jobs.keys())
-        began, name = time.monotonic(), self._settings.explorer_name
-        if not jobs or await asyncio.to_thread(self._ledger.explorers.lead, name) is None:
+        began, name = time.monotonic(), self.settings.explorer_name
+        if not jobs or await asyncio.to_thread(self.ledger.explorers.lead, name) is None:
             await self._stop(self._driving)
             return
         self.leads_until = began + LEAD_S
@@ -203,18 +196,18 @@ class ReinforcementJobs:
                 request.headers["authorization"] = f"Bearer {self._tokens.sign(claims)}"
                 return request
 
-            limits, timeout_s = httpx.Limits(max_connections=_CONCURRENT), self._settings.explorer.request_timeout
+            limits, timeout_s = httpx.Limits(max_connections=_CONCURRENT), self.settings.explorer.request_timeout
             return httpx.AsyncClient(base_url=self._find_url(), auth=sign, timeout=timeout_s, limits=limits)
 
         try:
             # The model's own name means the job's policy to the one, and the default policy to graders.
             async with open_client(job.policy) as client, open_client(0) as graders:
-                await JobRun(job, self._settings, self._ledger, client, graders, self._wait, self).run()
+                await JobRun(job, self, client, graders).run()
         except (LedgerUnavailable, EngineError) as error:
             log.warning("reinforcement_put_off", job=job.id, reason=str(error))
             if isinstance(error, EngineError) and self._reasons.get(job.id) != (reason := str(error)):
                 self._reasons[job.id] = reason
-                await asyncio.to_thread(self._ledger.jobs.note, job.id, f"The job waits: {reason}", level="warn")
+                await asyncio.to_thread(self.ledger.jobs.note, job.id, f"The job waits: {reason}", level="warn")
             await asyncio.sleep(_PAUSE_S)
         except (FileRefused, JobRefused, PolicyRefused, RequestRefused) as error:
             await self._fail(job, error)
@@ -224,7 +217,7 @@ class ReinforcementJobs:
 
     async def _fail(self, job: Job, error: TuneloopError) -> None:
         failed = {"code": "job_failed", "message": str(error), "param": None}
-        change, message = self._ledger.jobs.change, f"The job failed: {error}"
+        change, message = self.ledger.jobs.change, f"The job failed: {error}"
         try:
             await asyncio.to_thread(change, job.id, JobState.FAILED, message, error=failed)
         except JobRefused:  # it was cancelled meanwhile
@@ -233,21 +226,13 @@ class ReinforcementJobs:
 
 class JobRun:
     def __init__(
-        self,
-        job: Job,
-        settings: Settings,
-        ledger: Ledger,
-        client: httpx.AsyncClient,
-        graders: httpx.AsyncClient,
-        wait_until_taken: Wait,
-        driver: ReinforcementJobs,
+        self, job: Job, driver: ReinforcementJobs, client: httpx.AsyncClient, graders: httpx.AsyncClient
     ) -> None:
-        self._driver, self._order = driver, (-1, list[int]())
-        self._ask_model = asking(graders)
-        self._job, self._settings, self._ledger, self._client = job, settings, ledger, client
-        self._wait, self._slots = wait_until_taken, asyncio.Semaphore(_CONCURRENT)
+        self._job, self._driver, self._client, self._ask_model = job, driver, client, asking(graders)
+        self._settings, self._ledger, self._wait = driver.settings, driver.ledger, driver.wait_until_taken
+        self._slots, self._order = asyncio.Semaphore(_CONCURRENT), (-1, list[int]())
         self._grader, self._asked = check_grader(job.grader), dict(job.hyperparameters)
-        self._line = ledger.versions.of(job.policy)
+        self._line = self._ledger.versions.of(job.policy)
         self._refused: dict[int, str] = {}
 
     async def run(self) -> None:
@@ -275,8 +260,7 @@ class JobRun:
                 done["valid_mean_reward"] = valid = await self._validate(job.validation_file)
                 message += f", validation mean reward={valid:.4f}"
             await asyncio.to_thread(ledger.jobs.note, job.id, message, data=done)
-        champion = await asyncio.to_thread(self._line.champion)
-        if champion.begins:
+        if (champion := await asyncio.to_thread(self._line.champion)).begins:
             raise JobRefused("no step changed the model: the samples of each prompt always had the same reward")
         ends = {"version": champion.version, "trained_tokens": done["trained_tokens"]}
         message = "The job has successfully completed"
@@ -292,7 +276,6 @@ class JobRun:
         return index
 
     def _task(self, place: int) -> tuple[int, str]:
-        """The line that is asked at a place of the whole job, and the task that it is then."""
         epoch, at = divmod(place, self._lines.lines)
         if self._order[0] != epoch:
             self._order = epoch, [*range(1, self._lines.lines + 1)]
@@ -312,7 +295,8 @@ class JobRun:
             place += len(chosen)
             names = [task for _, task in chosen]
             numbers = {number for number, _ in chosen}
-            lines = {line.number: line for line in await _read(self._lines, [each - 1 for each in numbers])}
+            read = self._lines.read([each - 1 for each in numbers], _METHOD)
+            lines = {line.number: line for line in await asyncio.to_thread(list, read)}
             self._refused |= dict.fromkeys(numbers - lines.keys(), "its line was erased")
             there = await asyncio.to_thread(self._ledger.files.samples, self._job.tenant, names)
             asked = [(task, lines[number]) for number, task in chosen if number in lines]
@@ -404,14 +388,10 @@ class JobRun:
                 return 0.0
             return (await grade(self._grader, sample, self._ask_model)).reward
 
-        lines = await _read(index, chosen)
+        lines = await asyncio.to_thread(list, index.read(chosen, _METHOD))
         return fmean(
             await gather(*(score(line) for line in lines for _ in range(self._asked["eval_samples"]))) or [0.0]
         )
-
-
-async def _read(index: LineIndex, places: Sequence[int]) -> list[FileLine]:
-    return await asyncio.to_thread(lambda: [*index.read(places, _METHOD)])
 
 
 #: The answers to a request that will never do. To others the same request may get another answer in a moment.

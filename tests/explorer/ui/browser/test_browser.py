@@ -136,6 +136,8 @@ def test_on_a_phone_the_list_is_seen_below_its_filters(browser: sync_api.Browser
     assert "state=rewarded" in page.url
     tab.open("/exchanges?text=a")
     assert not page.locator(state).is_visible()
+    tab.open("/versions/compare?a=2&b=6")
+    assert page.get_by_label("Before").is_visible(), "a form without folded fields shows them all"
     tab.close()
 
 

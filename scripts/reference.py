@@ -1,10 +1,11 @@
-"""Writes what docs/ takes from the code: tables of docs/api.md and docs/settings.md, columns of docs/metrics.md.
+"""Writes what docs/ takes from the code: tables of api.md and settings.md, columns of metrics.md; all tables compact.
 
     python scripts/reference.py --write | --check
 
 docs/api.md: every route of the API's description, with the scopes that it asks for. docs/settings.md: every option,
 with its type, its default, and the docstring below it. Of a metric the kind and the labels; what it means stands in
-the page alone. An option without a table or a docstring, or a metric without a row, ends it with an error.
+the page alone. An option without a table or a docstring, or a metric without a row, ends it with an error. Tables of
+all pages are written without blanks and dashes that a reader does not see, so that `wc -w` counts words.
 """
 
 import argparse
@@ -35,13 +36,13 @@ def route_tables() -> str:
     parts: list[str] = ["\n"]
     for group, operations in OPERATIONS.items():
         [(usual, _)] = Counter(each.guide for each in operations).most_common(1)
-        parts.append(f"## {group}\n\n[Guide]({usual}).\n\n| route | scope | does | fields |\n|---|---|---|---|\n")
+        parts.append(f"## {group}\n\n[Guide]({usual}).\n\n|route|scope|does|fields|\n|-|-|-|-|\n")
         for operation in operations:
             scopes = " or ".join(f"`{scope}`" for scope in operation.scopes) or "none"
             own = operation.guide not in {"", usual}
             does = f"[{operation.summary}]({operation.guide})" if own else operation.summary
             fields = ", ".join(f"`{name}`" for name in fields_of(operation))
-            parts.append(f"| `{operation.method} {operation.path}` | {scopes} | {does} | {fields} |\n")
+            parts.append(f"|`{operation.method} {operation.path}`|{scopes}|{does}|{fields}|\n")
         parts.append("\n")
     return "".join(parts)
 
@@ -103,7 +104,7 @@ def with_options(page: str, rows: dict[str, str]) -> str:
         sections = match[2].split()
         found = [name for name in rows if name.partition(".")[0] in sections]
         texts = [(name, left.pop(name).replace(f" _{match[3]}._", "")) for name in found]
-        return match[1] + "".join(f"| `{name}` | {text} |\n" for name, text in texts)
+        return match[1] + "".join(f"|`{name}`|{text}|\n" for name, text in texts)
 
     page = re.sub(_OPTIONS, table, page)
     if left:
@@ -118,7 +119,7 @@ def option_rows() -> dict[str, str]:
     if silent:
         raise ValueError(f"no docstring says what these mean: {', '.join(silent)}")
     return {
-        name: f"{types[name].removesuffix(' or null' if default == 'null' else '')} | `{default}` | {text}"
+        name: f"{types[name].removesuffix(' or null' if default == 'null' else '')}|`{default}`|{text}"
         for name, field in fields.items()
         for default, text in [(default_of(field), " ".join((field.description or "").split()))]
     }
@@ -132,9 +133,9 @@ def with_columns(page: str, known: dict[str, str]) -> str:
         if match[1] not in known:
             return match[0]
         missing.discard(match[1])
-        return f"| `{match[1]}` | {known[match[1]]} | {match[3]} |"
+        return f"|`{match[1]}`|{known[match[1]]}|{match[3]}|"
 
-    page = re.sub(r"^\| `([\w.]+)` \| ((?:[^|\n]*\|){2}) (.+) \|$", row, page, flags=re.MULTILINE)
+    page = re.sub(r"^\|`([\w.]+)`\|((?:[^|\n]*\|){2})(.+)\|$", row, page, flags=re.MULTILINE)
     if missing:
         raise ValueError(f"no row says what these mean: {', '.join(sorted(missing))}")
     return page
@@ -146,22 +147,32 @@ def with_table(page: str, table: str) -> str:
     return before + BEGIN + table + END + rest.partition(END)[2]
 
 
+def with_compact_tables(page: str) -> str:
+    """The page, the cells of its tables without blanks around them, and one dash below each head."""
+
+    def row(match: re.Match[str]) -> str:
+        cells = (cell.strip() for cell in re.split(r"(?<!\\)\|", match[2]))
+        return "|".join([match[1], *(re.sub("^(:?)-+(:?)$", r"\1-\2", cell) for cell in cells), ""])
+
+    parts = re.split(r"(^ *```.*?^ *```$)", page, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"^( *)\|(.*)\| *$", row, part, flags=re.MULTILINE) for part in parts[::2]]
+    return "".join(parts)
+
+
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
-    return {
-        DOCS / "api.md": with_table((DOCS / "api.md").read_text(), route_tables()),
-        DOCS / "settings.md": with_options((DOCS / "settings.md").read_text(), option_rows()),
-        DOCS / "metrics.md": with_columns((DOCS / "metrics.md").read_text(), metric_columns()),
+    compact = {page: with_compact_tables(page.read_text()) for page in DOCS.rglob("*.md")}
+    return compact | {
+        DOCS / "api.md": with_table(compact[DOCS / "api.md"], route_tables()),
+        DOCS / "settings.md": with_options(compact[DOCS / "settings.md"], option_rows()),
+        DOCS / "metrics.md": with_columns(compact[DOCS / "metrics.md"], metric_columns()),
     }
 
 
 def metric_columns() -> dict[str, str]:
     """The kind and the labels of every Prometheus metric of the explorer, by its name."""
     collectors = {each for each in Metrics().registry._collector_to_names if isinstance(each, MetricWrapperBase)}
-    return {
-        each._name: f"{each._type} | {', '.join(f'`{label}`' for label in each._labelnames)}".rstrip()
-        for each in collectors
-    }
+    return {each._name: f"{each._type}|{', '.join(f'`{label}`' for label in each._labelnames)}" for each in collectors}
 
 
 def main() -> int:

@@ -160,12 +160,12 @@ def fields_of(app: FastAPI, path: str) -> set[str]:
 def render_table(vllm: FastAPI, ours: FastAPI) -> str:
     """The table in Markdown. Raises ValueError for what is not decided."""
     theirs, served = routes_of(vllm) | {("GET", "/metrics")}, routes_of(ours)
-    rows = ["| of vLLM | here |", "|---|---|"]
+    rows = ["|of vLLM|here|", "|-|-|"]
     for found in (EVERYWHERE.items(), _route_rows(theirs, served), _field_rows(vllm)):
         alike: dict[str, list[str]] = {}
         for what, how in found:
             alike.setdefault(how, []).append(what)
-        rows += [f"| {', '.join(what)} | {how} |" for how, what in alike.items()]
+        rows += [f"|{', '.join(what)}|{how}|" for how, what in alike.items()]
     return "\n".join(rows) + "\n"
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.contract
 DOCS = (ROOT / "docs" / "clients.md").read_text()
 SHOWN = dict(re.findall(r"\((?:\.\./)examples/clients/([\w.]+)\)\n\n```\w+\n(.*?)^```", DOCS, re.MULTILINE | re.DOTALL))
 FILES = sorted(file for file in EXAMPLES.iterdir() if file.suffix in {".py", ".mjs", ".sh"})
-VERSION = re.compile(r"^\| [^|]+ \| `([\w./@-]+)` ((?:\d[\w.]*(?:, )?)+) \|", re.MULTILINE)
+VERSION = re.compile(r"^\|[^|]+\|`([\w./@-]+)` ((?:\d[\w.]*(?:, )?)+)\|", re.MULTILINE)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)

@@ -106,10 +106,8 @@ class Limit(NamedTuple):
 
 def table() -> dict[str, Limit]:
     rows = [
-        line.strip("|").split("|")
-        for line in part_below(_PAGE.read_text(), "Limits").splitlines()
-        if line.startswith("| ")
-    ][1:]
+        line[1:-1].split("|") for line in part_below(_PAGE.read_text(), "Limits").splitlines() if line.startswith("|")
+    ][2:]
     found = [
         Limit(*(each.strip(" `") if place == 2 else each.strip() for place, each in enumerate(row))) for row in rows
     ]

@@ -39,32 +39,35 @@ def test_the_pages_are_those_that_are_generated(reference: ModuleType) -> None:
     assert [path.name for path, text in reference.pages().items() if path.read_text() != text] == []
 
 
+def test_a_table_is_written_without_what_a_reader_does_not_see(reference: ModuleType) -> None:
+    page = "| a | b |\n|---|:--|\n| x \\| y | |\n\n```\n| a |\n```\n"
+    assert reference.with_compact_tables(page) == "|a|b|\n|-|:-|\n|x \\| y||\n\n```\n| a |\n```\n"
+
+
 def test_a_metric_without_a_row_is_refused(reference: ModuleType) -> None:
-    page = "| `a_b` | x | `1` | Means this. |\n"
-    assert reference.with_columns(page, {"a_b": "gauge | `2`"}) == "| `a_b` | gauge | `2` | Means this. |\n"
+    page = "|`a_b`|x|`1`|Means this.|\n"
+    assert reference.with_columns(page, {"a_b": "gauge|`2`"}) == "|`a_b`|gauge|`2`|Means this.|\n"
     with pytest.raises(ValueError, match="a_c"):
-        reference.with_columns(page, {"a_b": "gauge | `2`", "a_c": "x | `y`"})
+        reference.with_columns(page, {"a_b": "gauge|`2`", "a_c": "x|`y`"})
 
 
 def test_a_table_of_options_is_what_their_docstrings_say(reference: ModuleType) -> None:
-    head = "<!-- options: a -->\n| Option | Type | Default | Meaning |\n|---|---|---|---|\n"
-    page = head + "| `a.gone` | x | `1` | Of an older release. |\n\nMore.\n"
-    assert reference.with_options(page, {"a.b": "integer | `2` | New."}) == (
-        head + "| `a.b` | integer | `2` | New. |\n\nMore.\n"
-    )
+    head = "<!-- options: a -->\n|Option|Type|Default|Meaning|\n|-|-|-|-|\n"
+    page = head + "|`a.gone`|x|`1`|Of an older release.|\n\nMore.\n"
+    assert reference.with_options(page, {"a.b": "integer|`2`|New."}) == (head + "|`a.b`|integer|`2`|New.|\n\nMore.\n")
     with pytest.raises(ValueError, match=r"c\.d"):
-        reference.with_options(page, {"a.b": "integer | `2` | New.", "c.d": "x | `y` | Z."})
+        reference.with_options(page, {"a.b": "integer|`2`|New.", "c.d": "x|`y`|Z."})
     marked = page.replace("options: a", "options: a (Train)")
-    assert "| A. _Serve_ B. |" in reference.with_options(marked, {"a.b": "x | `y` | A. _Serve_ B. _Train._"})
+    assert "|A. _Serve_ B.|" in reference.with_options(marked, {"a.b": "x|`y`|A. _Serve_ B. _Train._"})
     field = ModelSettings.model_fields["trust_remote_code"]
     assert field.description
-    assert f"| {field.description} |" in (DOCS / "settings.md").read_text()
+    assert f"|{field.description}|" in (DOCS / "settings.md").read_text()
 
 
 def test_every_state_is_on_its_page() -> None:
     concepts, feedback = ((DOCS / page).read_text() for page in ("concepts.md", "feedback.md"))
-    assert [each for each in (*State, *VersionState, *EngineState) if f"| `{each}` |" not in concepts] == []
-    assert [each for each in Outcome if f"| `{each}` |" not in feedback] == []
+    assert [each for each in (*State, *VersionState, *EngineState) if f"|`{each}`|" not in concepts] == []
+    assert [each for each in Outcome if f"|`{each}`|" not in feedback] == []
 
 
 def test_every_table_of_the_database_that_has_something_of_people_is_told() -> None:
@@ -74,7 +77,7 @@ def test_every_table_of_the_database_that_has_something_of_people_is_told() -> N
         *("outbox_files", "reward_rules", "shared_counts", "version_events", "versions"),
     }
     page = part_below((DOCS / "privacy.md").read_text(), "What is kept where")
-    told = {name for row in re.findall(r"^\| (.*?) \|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    told = {name for row in re.findall(r"^\|(.*?)\|", page, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
     told |= set(re.findall(r"table `(\w+)`", page))
     assert told == metadata.tables.keys() - without
 
@@ -91,13 +94,13 @@ def test_every_alarm_is_on_its_page() -> None:
     of_trainers = {teacher._AWAY, monitors.NOT_FINITE, DISK_FULL, CAPTURE_MISMATCH, *OF_TRAINERS}
     alarms = of_explorers | {KEY_CHANGED, *STOPS, TRAINER_SILENT} | of_trainers
     page = (DOCS / "troubleshooting.md").read_text()
-    assert _first_column(page, "| alarm |") == alarms
-    assert _first_column(page, "| monitor |") == RULES.keys()
+    assert _first_column(page, "|alarm|") == alarms
+    assert _first_column(page, "|monitor|") == RULES.keys()
 
 
 def _first_column(page: str, head: str) -> set[str]:
     table = page.partition(head)[2].partition("\n\n")[0]
-    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| ")]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
     return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
@@ -106,7 +109,7 @@ def test_every_option_of_tune_is_on_its_page() -> None:
     page = part_below((DOCS / "settings.md").read_text(), "Options of tune()")
     rows = {
         name: default.strip("`")
-        for names, defaults in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|([^|]*)\|", page, re.MULTILINE)
+        for names, defaults in re.findall(r"^\|(`\w+`(?:, `\w+`)*)\|([^|]*)\|", page, re.MULTILINE)
         for name, default in zip(
             re.findall(r"\w+", names), [each.strip() for each in defaults.split(",")] * 2, strict=False
         )

@@ -98,7 +98,7 @@ class Findings:
         """A line of the table."""
         chosen = {True: "in place", False: "fresh engine", None: "?"}[self.trial]
         cells = [self.name, *(self._cell(each) for each in (self.in_place, self.fresh, self.adapter)), chosen]
-        return f"| {' | '.join(cells)} |"
+        return f"|{'|'.join(cells)}|"
 
     def _cell(self, distance: float | None) -> str:
         if distance is None:

@@ -36,7 +36,7 @@ def test_curves_are_written_where_tensorboard_finds_them_and_the_page_names_them
     curves = EventAccumulator(str(result.tensorboard / "runner"))
     curves.Reload()
     names = set(curves.Tags()["scalars"])
-    rows = (DOCS / "tune.md").read_text().split("| curve | is |")[1].split("\n\n")[0]
+    rows = (DOCS / "tune.md").read_text().split("|curve|is|")[1].split("\n\n")[0]
     assert {name.replace("metrics/luck", "metrics/{name}") for name in names} == set(
         re.findall(r"`([a-z_]+/[a-z_/{}]+)`", rows)
     )

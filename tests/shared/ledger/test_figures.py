@@ -14,7 +14,7 @@ from tuneloop.shared.settings.feedback import RewardRule
 
 DOCS = Path(__file__).parents[3] / "docs"
 _ROWS = (DOCS / "feedback.md").read_text().partition("### What feedback counts as")[2].partition("\n## ")[0]
-TABLE = [[cell.strip() for cell in row.strip("|").split("|")] for row in _ROWS.splitlines() if row.startswith("| ")][1:]
+TABLE = [row[1:-1].split("|") for row in _ROWS.splitlines() if row.startswith("|")][2:]
 
 
 def said_of(ledger: Ledger, column: int) -> Sequence[Exchange]:

@@ -44,7 +44,7 @@ def the_only(found: dict[Code, str], code: Code) -> str:
 
 def test_every_reason_is_written_down() -> None:
     page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text()
-    assert [code for code in Code if f"\n| `{code}` |" not in page] == []
+    assert [code for code in Code if f"\n|`{code}`|" not in page] == []
 
 
 def test_an_experiment_that_has_just_begun(ledger: Ledger) -> None:

@@ -1,4 +1,4 @@
-"""What users import, if they like: rewards made of components, an LLM as a judge, and tune(), which trains an agent."""
+"""Exports the runner's API: rewards made of components, LLM judges, feedback, shadow runs, and tune()."""
 
 from tuneloop.runner.collection.figures import ABTest, ToolUseEvaluator
 from tuneloop.runner.collection.preference_pairs import HumanPreferenceCollector
@@ -57,7 +57,7 @@ from tuneloop.runner.tuning.config import (
 from tuneloop.runner.tuning.tune import main, tune
 from tuneloop.runner.tuning.views import TuneResult
 
-#: Their names before AgentScope 1.0.13.
+#: Names before AgentScope 1.0.13.
 Algorithm, Dataset, TunerChatModel = AlgorithmConfig, DatasetConfig, TunerModelConfig
 
 _ELSEWHERE = dict.fromkeys(
@@ -71,7 +71,7 @@ _ELSEWHERE = dict.fromkeys(
 
 
 def __getattr__(name: str) -> object:
-    """Say where what AgentScope's tuner has beside tune() is. Raises ImportError, for other names AttributeError."""
+    """Name the place of AgentScope's other tuning functions. Raises ImportError, AttributeError for unknown names."""
     if name in _ELSEWHERE:
         raise ImportError(f"{name} is not here: {_ELSEWHERE[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,10 +1,10 @@
-"""The commands of the runner: `python -m tuneloop.runner COMMAND …`."""
+"""Runs the commands of the runner: `python -m tuneloop.runner COMMAND …`."""
 
 import importlib
 import sys
 from collections.abc import Sequence
 
-#: Which module has each command's `main(argv) -> exit code`.
+#: Modules of the commands, each with `main(argv) -> exit code`.
 COMMANDS = {
     "debug": "tuneloop.runner.tuning.debugging",
     "shadow": "tuneloop.runner.shadow.shadow_command",
@@ -14,7 +14,6 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; its exit code."""
     if not argv or argv[0] not in COMMANDS:
         print(f"usage: python -m tuneloop.runner {{{','.join(COMMANDS)}}} …", file=sys.stderr)
         return 0 if argv and argv[0] in {"-h", "--help"} else 2

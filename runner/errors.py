@@ -1,4 +1,4 @@
-"""What the runner raises."""
+"""Defines the exceptions of the runner."""
 
 import sys
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class JudgeError(Exception):
-    """There is no verdict. `reason` may be logged anywhere; what follows it in the message quotes the judge."""
+    """No verdict. `reason` is safe to log; the rest of the message quotes the judge."""
 
     def __init__(self, reason: str, quote: str = "") -> None:
         line = " ".join(quote.split())
@@ -15,11 +15,11 @@ class JudgeError(Exception):
 
 
 class JudgeFailed(JudgeError):
-    """The judge gave no usable verdict on this one."""
+    """The judge gave no usable verdict on this reply."""
 
 
 class JudgeAway(JudgeError):
-    """The judge is not there; `retry_after_s` is how long it asks us to wait, if it says so."""
+    """The judge is unavailable; `retry_after_s` is the wait that it asks for, if any."""
 
     def __init__(self, reason: str, quote: str = "", *, retry_after_s: float | None = None) -> None:
         super().__init__(reason, quote)
@@ -27,11 +27,11 @@ class JudgeAway(JudgeError):
 
 
 class LogRefused(ValueError):
-    """A log, a trace or an export that cannot be read; the message names the file, and the line where there is one."""
+    """An unreadable log, trace or export; the message names the file and the line."""
 
 
 class ServiceRefused(Exception):
-    """A service that does not answer, or not with what was asked for; `status` and `code` are those of its answer."""
+    """A service that refused a request or did not answer; `status` and `code` are those of its answer."""
 
     def __init__(self, sentence: str, *, status: int | None = None, code: str | None = None) -> None:
         super().__init__(sentence)
@@ -40,7 +40,7 @@ class ServiceRefused(Exception):
 
     @classmethod
     def of_answer(cls, status: int, body: object) -> "ServiceRefused":
-        """The refusal in OpenAI's envelope, or what there is of one."""
+        """The refusal in an answer, in OpenAI's envelope or another form."""
         error = body.get("error") if isinstance(body, dict) else None
         fields = error if isinstance(error, dict) else {}
         sentence = fields.get("message") or f"the service answered {status}: {str(body)[:200]}"
@@ -48,11 +48,11 @@ class ServiceRefused(Exception):
 
 
 class FeedbackError(Exception):
-    """The root: what was said was not taken, or not all of it."""
+    """The root of feedback errors: some or all feedback was not accepted."""
 
 
 class FeedbackRefused(FeedbackError):
-    """The service will never take it; `answer` is what it says of it. What it did take of the call is stored."""
+    """The service will never accept it, by its `answer`. Other feedback of the call is stored."""
 
     def __init__(self, reason: str, answer: Mapping[str, Any] | None = None) -> None:
         super().__init__(reason)
@@ -60,7 +60,7 @@ class FeedbackRefused(FeedbackError):
 
 
 class FeedbackAway(FeedbackError):
-    """The service did not take it now; `retry_after_s` is how long it asks us to wait, if it says so."""
+    """The service is unavailable; `retry_after_s` is the wait that it asks for, if any."""
 
     def __init__(self, reason: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -68,31 +68,31 @@ class FeedbackAway(FeedbackError):
 
 
 class OutboxFull(FeedbackError):
-    """There is no room for it on disk. Nothing of what waits there is lost."""
+    """No room on disk. Feedback in the outbox is kept."""
 
 
 class TuneError(Exception):
-    """The root of what `tune()` raises by itself."""
+    """The root of the errors of tune()."""
 
 
 class TuneRefused(TuneError, ValueError):
-    """The arguments of `tune()` are inconsistent; nothing was started."""
+    """Inconsistent arguments of tune(); nothing was started."""
 
 
 class TuneFailed(TuneError):
-    """Tuning was stopped by one of its rules. What was acknowledged is kept, and `resume=True` goes on."""
+    """tune() stopped by one of its rules. `resume=True` continues from what was acknowledged."""
 
 
 class ServiceAway(TuneFailed):
-    """A service ended, or did not answer for longer than `service_timeout`."""
+    """A service exited, or did not answer within `service_timeout`."""
 
 
 class DatasetRefused(TuneRefused):
-    """A dataset that cannot be read, or has no task: the message names the file and the line, or the splits."""
+    """An unreadable or empty dataset; the message names the file and the line, or the splits."""
 
 
 class ExtraMissing(ImportError):
-    """A package that is not installed, and which extra of ours installs it."""
+    """A missing package; the message names the extra that installs it."""
 
     def __init__(self, extra: str, why: str) -> None:
         super().__init__(f'{why}: in a clone of tuneloop, pip install "./runner[{extra}]"')
@@ -100,7 +100,7 @@ class ExtraMissing(ImportError):
 
 
 def say_without_traceback(error: Exception) -> None:
-    """If the error is not caught, end the program with its sentence: the traceback would be of our own lines."""
+    """End the program with the error's message and no traceback, unless a caller catches the error."""
     usual = sys.excepthook
     sys.excepthook = lambda kind, raised, trace: (
         sys.stderr.write(f"{kind.__name__}: {raised}\n") if raised is error else usual(kind, raised, trace)

@@ -1,4 +1,4 @@
-"""What every client of ours has: the header of its key, and the certificates."""
+"""Builds what all HTTP clients of the runner share: the key's header, checked URLs, and the TLS context."""
 
 import ssl
 from contextlib import suppress
@@ -8,7 +8,7 @@ import httpx
 
 
 def header_of_key(key: str | None, name: str = "api_key") -> dict[str, str]:
-    """The header, {} without a key. Raises ValueError for a key that no header can carry, which HTTP clients quote."""
+    """The authorization header, {} without a key. Raises ValueError, without the key, if a header cannot carry it."""
     if not key:
         return {}
     if not isinstance(key, str) or not (key.isascii() and key.isprintable()) or key != key.strip():
@@ -17,7 +17,7 @@ def header_of_key(key: str | None, name: str = "api_key") -> dict[str, str]:
 
 
 def absolute_url(url: str, name: str, example: str) -> str:
-    """The URL without its last slash. Raises ValueError unless it is absolute."""
+    """The URL without its last slash. Raises ValueError for a relative one."""
     with suppress(httpx.InvalidURL):
         if httpx.URL(url).is_absolute_url and url.startswith(("http://", "https://")):
             return url.rstrip("/")
@@ -26,5 +26,5 @@ def absolute_url(url: str, name: str, example: str) -> str:
 
 @cache
 def tls_context() -> ssl.SSLContext:
-    """By the certificates of the machine, or those that SSL_CERT_FILE or SSL_CERT_DIR names."""
+    """Uses the machine's certificates, or SSL_CERT_FILE and SSL_CERT_DIR."""
     return httpx.create_ssl_context()

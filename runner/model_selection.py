@@ -1,3 +1,3 @@
-"""Not here: what AgentScope's tuner has under this name, so that importing it says where to go."""
+"""Raises ImportError with the replacement for AgentScope's module of this name."""
 
 from tuneloop.runner import select_model  # noqa: F401 - it raises

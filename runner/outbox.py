@@ -1,10 +1,9 @@
-"""The outbox: append-only files that hold records on disk until a drain has read them.
+"""Keeps records on disk, in append-only files, until a drain has read them.
 
 {folder}/{time}-{owner}-{random}.records    a record: mark, length, number, checksum, payload
 
-A file belongs to one process, which holds its lock for life; no process appends to a file that another process began. A
-record's number counts from 1 in its file. The checksum begins with the file's name, so that no text inside a payload
-can pass for a record. A damaged record costs itself alone: a reader looks for the next whole one.
+Each file belongs to one process, which locks it and alone appends to it. Numbers count from 1 in a file. The checksum
+covers the file's name, so no payload can pass for a record. After a damaged record a reader finds the next valid one.
 """
 
 import errno
@@ -25,21 +24,21 @@ from tuneloop.runner.private_files import is_named, sync_folder
 
 SUFFIX = ".records"
 
-#: The time in nanoseconds, the owner, and what makes the name unique.
+#: Time in nanoseconds, owner, and a random part.
 _NAME = re.compile(rf"[0-9]{{20}}-[0-9a-f]{{8}}-[0-9a-f]{{16}}{re.escape(SUFFIX)}")
 
 _MARK = b"\xf5\xc1TL"  # no UTF-8 text has its first two bytes
 
-#: The mark, the length of the payload in bytes, the number of the record, and the checksum of both and of the payload.
+#: Mark, payload length in bytes, record number, and the checksum of both and the payload.
 _HEAD = struct.Struct("<4sIQI")
 _COUNTED = struct.Struct("<IQ")
 
-#: How many bytes at once are searched for the next whole record.
+#: Bytes searched at once for the next valid record.
 _SEARCHED = 1 << 20
 
 
 class Place(NamedTuple):
-    """Where a record lies."""
+    """The file and the number of a record."""
 
     file: str
     number: int
@@ -61,12 +60,10 @@ class Damage(NamedTuple):
 
 
 class _OpenFile:
-    """The file that an outbox appends to."""
-
     def __init__(self, folder: Path, owner: str) -> None:
-        """Raises OSError. The names of a folder's files sort by the time of their creation."""
+        """Raises OSError. File names sort by creation time."""
         is_ours, flags = False, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW
-        while not is_ours:  # a reader may be quicker to claim it, and remove it as empty
+        while not is_ours:  # a reader may claim and remove the empty file first
             self.path = folder / f"{time.time_ns():020d}-{owner}-{uuid.uuid4().hex[:16]}{SUFFIX}"
             self._descriptor = os.open(self.path, flags, 0o600)
             try:
@@ -84,9 +81,9 @@ class _OpenFile:
         self._seed = zlib.crc32(self.id.encode())
 
     def append(self, payloads: Sequence[bytes]) -> int | None:
-        """Bring payloads to disk, so many bytes. Raises OSError: then the file takes no more, and has none of them.
+        """Sync payloads to disk; the bytes written. None: the file was deleted, moved or changed, and has none of them.
 
-        None: nor has it, since it was deleted, moved or changed.
+        Raises OSError: the file then accepts no more, and has none of them.
         """
         data, number, written, size = bytearray(), self.number, 0, None
         for payload in payloads:
@@ -114,21 +111,20 @@ class _OpenFile:
 
 
 class Outbox:
-    """Appends to files of its own in a folder, one after the other: each holds up to `file_bytes`.
+    """Appends to its own files in a folder, up to `file_bytes` each, and starts a new one after a disk error.
 
-    Threads may append at once: one fsync serves all who wait for it. After an error of the disk a new file is begun.
-    The files' names hold the `owner`, by which readers know them.
+    Threads may append at once: one fsync serves all that wait. Readers know the files by the `owner` in their names.
     """
 
     def __init__(self, folder: Path, file_bytes: int) -> None:
-        """Raises OSError where the folder cannot be made."""
+        """Raises OSError."""
         made = [each for each in folder.parents if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.folder, self._file_bytes = folder.resolve(), file_bytes
         for each in (self.folder, *made):
             sync_folder(each.parent)
         self.owner = uuid.uuid4().hex[:8]
-        #: Bytes that were appended, in all files.
+        #: Bytes appended to all files.
         self.written = 0
         self._open: _OpenFile | None = None
         self._waiting: list[tuple[Sequence[bytes], Future[Place]]] = []
@@ -136,12 +132,12 @@ class Outbox:
         self._is_writing = False
 
     def append(self, payloads: Sequence[bytes]) -> Place:
-        """Return when all payloads are on disk, with the last one's place. Raises OSError: then none of them stays."""
+        """Sync all payloads to disk; the last one's place. Raises OSError, and then keeps none."""
         done, group = Future[Place](), list[tuple[Sequence[bytes], Future[Place]]]()
         with self._changed:
             self._waiting.append((payloads, done))
             self._changed.wait_for(lambda: done.done() or not self._is_writing)
-            if not done.done():  # it is our turn to write, for all who wait by now
+            if not done.done():  # this thread writes for all that wait
                 group, self._waiting, self._is_writing = self._waiting, group, True
         if group:
             try:
@@ -153,17 +149,17 @@ class Outbox:
         return done.result()
 
     def begin_new_file(self, *, after_s: float = 0.0) -> None:
-        """Let the open file go to its readers, if it was begun so many seconds ago."""
+        """Release the open file to readers, if it is at least so many seconds old."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_writing)
             if self._open is not None and time.monotonic() - self._open.began >= after_s:
                 self.forget_file()
 
-    #: Wait for the writer, and close the open file.
+    #: Waits for the writer, then closes the open file.
     close = begin_new_file
 
     def forget_file(self) -> None:
-        """Close the open file, without waiting for a writer: in a forked child, the file is the parent's."""
+        """Close the open file without waiting for a writer: a forked child must not touch its parent's file."""
         file, self._open = self._open, None
         if file is not None:
             file.close()
@@ -180,7 +176,7 @@ class Outbox:
                 self.forget_file()
             else:
                 raise OSError(errno.ESTALE, f"another process deletes what is written in {self.folder}")
-        except BaseException as error:  # whatever was raised, all are answered
+        except BaseException as error:  # each waiting thread needs an answer
             self.forget_file()
             for _, done in group:
                 number, reason = getattr(error, "errno", None), getattr(error, "strerror", None)
@@ -196,12 +192,12 @@ class Outbox:
 
 
 class OutboxReader:
-    """Reads a file to which its owner may append meanwhile."""
+    """Reads a file while its owner may append."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError: the file may be gone."""
+        """Raises OSError; the file may be gone."""
         self.path, self.id, self.owner = path, path.stem, owner_of(path.stem)
-        # NFS locks no file that is open to read alone; a read-only disk lets no process open one otherwise.
+        # NFS cannot lock a read-only descriptor; a read-only disk allows no other.
         access = os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY
         self._descriptor = os.open(path, access | os.O_NOFOLLOW)
         self._seed = zlib.crc32(self.id.encode())
@@ -209,11 +205,10 @@ class OutboxReader:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return os.fstat(self._descriptor).st_size
 
     def claim(self) -> bool:
-        """Whether the file is ours: its owner has let it go, or died, and no other process has claimed it."""
+        """Lock the file; False while its owner or another reader holds it."""
         self.is_claimed = self.is_claimed or lock(self._descriptor)
         return self.is_claimed
 
@@ -223,10 +218,7 @@ class OutboxReader:
         return is_named(self._descriptor, self.path)
 
     def read(self, offset: int, end: int | None = None) -> Iterator[Record | Damage]:
-        """What lies between two offsets, or to the end of the file but for what its owner is just writing.
-
-        Raises OSError.
-        """
+        """Records between two offsets; at the end of an owned file, a partial record is no damage. Raises OSError."""
         is_claimed, size = self.is_claimed, self.size  # in this order: until it is claimed, its owner may append
         end = size if end is None else end
         is_whole = is_claimed and end == size
@@ -242,7 +234,7 @@ class OutboxReader:
             offset = found
 
     def close(self) -> None:
-        """Leave the file to the process that claims it next."""
+        """Release the file to other readers."""
         os.close(self._descriptor)
 
     def _record_at(self, offset: int, end: int) -> Record | None:
@@ -258,7 +250,7 @@ class OutboxReader:
         return Record(payload, number, after)
 
     def _next_record(self, offset: int, end: int) -> int:
-        """The offset of the next whole record, or the end."""
+        """Offset of the next valid record, or `end`."""
         while offset < end:
             data = os.pread(self._descriptor, _SEARCHED + len(_MARK) - 1, offset)
             found = data.find(_MARK)
@@ -271,12 +263,11 @@ class OutboxReader:
 
 
 def owner_of(file: str) -> str:
-    """The owner of the file of this id."""
     return file[21:29]
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of the files of records in a folder, oldest first; not what no outbox made. Raises OSError."""
+    """Names of the record files in a folder, oldest first. Raises OSError."""
     return sorted(filter(_NAME.fullmatch, os.listdir(folder)))
 
 
@@ -285,8 +276,8 @@ def _checksum(seed: int, number: int, payload: bytes) -> int:
 
 
 def lock(descriptor: int) -> bool:
-    """Whether the file is ours now. It is until the descriptor is closed, or the process ends."""
-    import fcntl  # not there on Windows, where the rest of this package works
+    """Whether this process now holds the lock, until the descriptor is closed."""
+    import fcntl  # missing on Windows, where the rest of this package works
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Files and folders that their owner alone may read, whatever the umask: they hold what people said, and keys."""
+"""Writes files and folders that only their owner can read, whatever the umask: they hold conversations and keys."""
 
 import json
 import os
@@ -9,23 +9,23 @@ from typing import Any
 
 
 def private_opener(path: str, flags: int) -> int:
-    """What `open` is given as `opener`, so that a file that is made is its owner's alone."""
+    """An `opener` for `open` that creates files with mode 0600."""
     return os.open(path, flags, 0o600)
 
 
 def write_private_text(path: Path, text: str) -> None:
-    """Write a file that is its owner's alone, or write it again. Raises OSError."""
+    """Write or overwrite a private file. Raises OSError."""
     with open(path, "w", encoding="utf-8", opener=private_opener) as file:
         file.write(text)
 
 
 def make_private_folder(path: Path, *, exist_ok: bool = False) -> None:
-    """Make a folder; those above it that are missing too, with the umask's rights. Raises OSError."""
+    """Create a private folder; missing parents get the umask's rights. Raises OSError."""
     path.mkdir(mode=0o700, parents=True, exist_ok=exist_ok)
 
 
 def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON lines to a file that is its owner's alone. Raises OSError, and has written nothing then."""
+    """Append JSON lines to a private file. Raises OSError and leaves the file unchanged."""
     lines = b"".join(json.dumps(row, ensure_ascii=False).encode(errors="replace") + b"\n" for row in rows)
     with open(path, "ab+", buffering=0, opener=private_opener) as file:
         with suppress(ImportError):  # Windows
@@ -39,7 +39,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
                 whole = isinstance(json.loads(last), dict)
             except (ValueError, RecursionError):
                 whole = False
-            if whole:  # an editor left it so
+            if whole:  # an editor dropped the newline
                 lines = b"\n" + lines
             else:
                 file.truncate(len(content) - len(last))
@@ -54,7 +54,7 @@ def append_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def is_named(descriptor: int, path: Path) -> bool:
-    """Whether the path is that of the open file."""
+    """Whether the path still names the open file."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -62,7 +62,7 @@ def is_named(descriptor: int, path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk. Raises OSError."""
+    """Sync a folder's entries to disk. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

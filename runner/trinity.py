@@ -1,6 +1,6 @@
-"""Files written for Trinity-RFT: what their options are called here, and which of them do nothing.
+"""Translates options of Trinity-RFT's files to ours, and lists those without effect.
 
-Services and tune() read files by this page; it knows mappings alone, and neither YAML nor settings.
+Services and tune() use this module; it handles mappings only, neither YAML nor settings.
 """
 
 import os
@@ -10,13 +10,13 @@ from typing import Any
 
 Keys = tuple[str | int, ...]
 
-#: What could not be expanded: where it stands, and a sentence.
+#: Values that cannot be expanded: their place, and the reason.
 Unexpanded = list[tuple[Keys, str]]
 
-#: The algorithms that compare the runs of a task with each other.
+#: Algorithms that compare the runs of a task.
 OF_GROUPS = ("multi_step_grpo", "grpo", "dapo", "gspo", "cispo", "rloo", "dpo")
 
-#: Algorithms that there are not here, by what is nearest.
+#: Trinity's algorithms without an equal here, by the nearest one.
 _NEAREST = {
     "grpo": "remax opmd asymre sppo topr m2po rec mix mix_chord",
     "gspo": "sapo",
@@ -24,7 +24,7 @@ _NEAREST = {
     "multi_step_grpo": "gigpo",
     "distill": "on_policy_distill jsd",
 }
-#: The same algorithm by the name that others have for it.
+#: Other names of our algorithms.
 ALIASES = dict.fromkeys(("reinforceplusplus", "reinforce_pp", "reinforce_plus_plus"), "reinforce++")
 ALIASES |= {"grpo_verl": "grpo", "multi-step-grpo": "multi_step_grpo"}
 
@@ -38,13 +38,13 @@ ONE_MACHINE = (
 )
 
 VERLS_FORMAT = (
-    "this is veRL's format, in which files beside Trinity-RFT's of before 0.2 are written. tuneloop reads Trinity-RFT's"
+    "this is veRL's format, which Trinity-RFT before 0.2 used too. tuneloop reads Trinity-RFT's"
     " options and its own: docs/settings.md"
 )
 
 
 def instead_of(algorithm: str) -> str | None:
-    """What to write for an algorithm of Trinity's that there is not; None for a name that Trinity has not either."""
+    """The replacement of an algorithm of Trinity's; None for an unknown name."""
     near = next((ours for ours, others in _NEAREST.items() if algorithm in others.split()), None)
     if near is None:
         return None
@@ -56,9 +56,9 @@ _REFERENCE = re.compile(r"\$\{(?P<name>[\w.]+)\}")
 
 
 def expand(values: Mapping[str, Any], read_scalar: Callable[[str], Any] = str) -> tuple[dict[str, Any], Unexpanded]:
-    """The values with what `${oc.env:NAME}`, `${oc.env:NAME,default}` and `${an.option}` stand for.
+    """Expand `${oc.env:NAME}`, `${oc.env:NAME,default}` and `${an.option}`; other expressions stay, and are reported.
 
-    What cannot be expanded stays, and is reported with its place. `read_scalar` reads what is a variable alone.
+    `read_scalar` converts a text that is a single variable.
     """
     left: Unexpanded = []
 
@@ -108,7 +108,7 @@ def _expand_text(
 
 
 def find(values: Mapping[str, Any], name: str) -> Any:
-    """The value of an option; None if it is not there."""
+    """The value of an option, or None."""
     place: Any = values
     for each in name.split("."):
         place = place.get(each) if isinstance(place, Mapping) else None
@@ -116,7 +116,7 @@ def find(values: Mapping[str, Any], name: str) -> Any:
 
 
 def pop_option(values: dict[str, Any], name: str) -> Any:
-    """The value of an option, which is out of the file then, as is a section that has nothing else."""
+    """Remove an option, and its section if that becomes empty; its value or None."""
     section, _, last = name.rpartition(".")
     place = find(values, section) if section else values
     if not isinstance(place, dict) or last not in place:
@@ -128,7 +128,7 @@ def pop_option(values: dict[str, Any], name: str) -> Any:
 
 
 def write(values: dict[str, Any], name: str, value: Any) -> None:
-    """Write an option, unless it is written already."""
+    """Set an option unless it is set."""
     *sections, last = name.split(".")
     for each in sections:
         inner = values.get(each)
@@ -138,7 +138,7 @@ def write(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def number(value: Any) -> float | None:
-    """What is written as a number, also as text."""
+    """The value as a number, also from text."""
     try:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -146,19 +146,19 @@ def number(value: Any) -> float | None:
 
 
 def is_verls(values: Mapping[str, Any]) -> bool:
-    """Whether the file is one of veRL's, or of Trinity's when it was near to those."""
+    """Whether the file has veRL's format, or that of Trinity-RFT before 0.2."""
     marks = ("actor_rollout_ref", "buffer.max_retry_times", "data_processor.source_data_path", "buffer.db_url")
     return any(find(values, each) is not None for each in marks)
 
 
 def names_tasks(values: Mapping[str, Any]) -> bool:
-    """Whether the file says which tasks are run: it is for tune(), as `trinity run` would run it."""
+    """Whether the file names tasks to run, as for `trinity run`; tune() then reads it."""
     inputs = find(values, "buffer.explorer_input") or {}
     return bool(isinstance(inputs, Mapping) and (inputs.get("taskset") or inputs.get("tasksets")))
 
 
 def translate(values: dict[str, Any], *, tasks: bool) -> tuple[list[str], list[tuple[str, str]]]:
-    """Write Trinity's options by our names; `tasks`: the file names some. Returns those without effect, problems."""
+    """Rename Trinity's options to ours; options without effect, and problems. `tasks`: the file names tasks."""
     reading = _Translation(values, tasks=tasks)
     for read in (reading.batches, reading.intervals, reading.losses, reading.divergence):
         read()
@@ -167,10 +167,10 @@ def translate(values: dict[str, Any], *, tasks: bool) -> tuple[list[str], list[t
     return reading.ignored, reading.problems
 
 
-#: How Trinity calls the estimators of a divergence.
+#: Divergence estimators by Trinity's names.
 _ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
-#: Advantages that go with an algorithm anyway, by Trinity's names.
+#: Advantages that an algorithm implies, by Trinity's names.
 _OWN_ADVANTAGES = {"multi_step_grpo": "step_wise_grpo", "reinforce++": "reinforceplusplus"}
 _OWN_ADVANTAGES |= dict.fromkeys(("dapo", "gspo", "cispo", "raft"), "grpo")
 
@@ -188,7 +188,7 @@ class _Translation:
         self._is_trinitys = tasks or "synchronizer" in values or find(values, "algorithm.repeat_times") is not None
 
     def batches(self) -> None:
-        """Of how many experiences a step is, of how many runs a group, and where they come from."""
+        """Batch and group sizes, and the source of the experiences."""
         values = self._values
         tasks, repeat = number(pop_option(values, "buffer.batch_size")), pop_option(values, "algorithm.repeat_times")
         runs = int(number(repeat) or 1)
@@ -209,7 +209,7 @@ class _Translation:
             self.problems.append((f"{store}{'path' if kind is None else 'storage_type'}", A_TRAINING_SET))
             pop_option(values, f"{store}path")
             write(values, "buffer.group_by", "task" if self._kind == "dpo" else "none")
-        if kind in {"queue", "file"} and pop_option(values, f"{store}path") is not None:  # where Trinity keeps a copy
+        if kind in {"queue", "file"} and pop_option(values, f"{store}path") is not None:  # the place of Trinity's copy
             self.ignored.append(f"{store}path")
         if kind == "queue" and pop_option(values, f"{store}storage_type"):
             self.ignored.append(f"{store}storage_type: queue")
@@ -218,7 +218,7 @@ class _Translation:
             write(values, "model.max_model_len", int(prompt + reply))
 
     def intervals(self) -> None:
-        """Trinity hands weights over by one interval, and keeps them by another."""
+        """Trinity synchronises and saves weights at separate intervals."""
         values = self._values
         handed, method = (pop_option(values, f"synchronizer.sync_{each}") for each in ("interval", "method"))
         if method not in {None, "checkpoint"}:
@@ -232,7 +232,7 @@ class _Translation:
                 write(values, "trainer.keep_interval", kept)
 
     def losses(self) -> None:
-        """The loss of the policy, its entropy, and advantages."""
+        """The policy loss, the entropy, and advantages."""
         values, kind = self._values, self._kind
         loss, own_loss = pop_option(values, "algorithm.policy_loss_fn"), {"raft": "sft"}.get(kind, "ppo")
         if kind == "grpo" and loss in {"gspo", "cispo"}:
@@ -263,7 +263,7 @@ class _Translation:
             write(values, "algorithm.critic_optimizer.lr", critic)
 
     def divergence(self) -> None:
-        """The divergence from the base model: in the loss, or in the reward."""
+        """The divergence from the base model, in the loss or in the reward."""
         values = self._values
         penalty, divergence = (pop_option(values, f"algorithm.kl_{each}_fn") for each in ("penalty", "loss"))
         in_reward = penalty not in {None, "none"}
@@ -281,11 +281,11 @@ class _Translation:
         elif estimator is not None:
             self.ignored.append(f"algorithm.kl_{counting}_fn: {estimator}")
         self._arguments(f"algorithm.kl_{counting}_fn_args", {"kl_coef": "kl_coef"})
-        if self._is_trinitys and self._kind in {"gspo", "cispo"}:  # Trinity's default, where the papers have none
+        if self._is_trinitys and self._kind in {"gspo", "cispo"}:  # Trinity's default; the papers have none
             write(values, "algorithm.kl_coef", 0.001)
 
     def _arguments(self, name: str, ours: Mapping[str, str]) -> None:
-        """Arguments of one of Trinity's functions, by our options of `algorithm`."""
+        """Map the arguments of one of Trinity's functions to our options of `algorithm`."""
         given = pop_option(self._values, name)
         for argument, value in given.items() if isinstance(given, dict) else ():
             if argument in ours and value is not None:
@@ -294,7 +294,7 @@ class _Translation:
                 self.ignored.append(f"{name}.{argument}")
 
     def optimizer(self) -> None:
-        """The learning rate's course: there is a warm-up here, and no decay."""
+        """The schedule of the learning rate: tuneloop has a warm-up and no decay."""
         values, at = self._values, "algorithm.optimizer."
         warmup = number(find(values, f"{at}lr_warmup_steps"))
         ratio = number(pop_option(values, f"{at}lr_warmup_steps_ratio"))
@@ -319,7 +319,7 @@ class _Translation:
                 self.ignored.append(f"{name}: {written}")
 
     def adapter(self) -> None:
-        """A low-rank adapter, by Trinity's own training or by Tinker's."""
+        """A low-rank adapter, in Trinity's or Tinker's options."""
         values = self._values
         adapters, tinker = pop_option(values, "model.lora_configs"), pop_option(values, "model.tinker")
         if isinstance(tinker, dict) and tinker.get("enable") not in {None, False, "false"}:
@@ -338,25 +338,27 @@ class _Translation:
             self.ignored += [f"model.lora_configs.{each}" for each in first if each not in known]
 
     def pipelines(self) -> None:
-        """What Trinity makes of tasks and of sampled replies before a step, which nothing does here."""
+        """Trinity's processing of tasks and replies before a step; most of it has no effect here."""
         for kind, unchanged in (("task", "tasks are run"), ("experience", "replies are trained on")):
             at = f"data_processor.{kind}_pipeline"
             steps = find(self._values, f"{at}.operators")
             steps = steps if isinstance(steps, list) else []
             named = [str(each.get("name")) for each in steps if isinstance(each, dict)]
-            if "mask_response_truncated" in named:  # so it is here, unless the reward's rule says otherwise
+            if "mask_response_truncated" in named:  # our default, unless the reward's rule differs
                 named.remove("mask_response_truncated")
                 write(self._values, "reward.unfinished_runs", "ignore")
-            if "dapo_dynamic_sampling" in named and self._kind in OF_GROUPS[:-1]:  # none learns without a contrast
+            if (
+                "dapo_dynamic_sampling" in named and self._kind in OF_GROUPS[:-1]
+            ):  # these skip groups with equal rewards anyway
                 named.remove("dapo_dynamic_sampling")
             self.ignored += [f"{at}: {', '.join(named)} ({unchanged} without)"] * bool(named)
 
 
-#: What the linear layers of attention and of the feed-forward part are called.
+#: Names of the linear layers of attention and of the feed-forward part.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
-#: What Trinity-RFT has and tuneloop does without: options, and sections with all that is in them.
+#: Options and whole sections of Trinity-RFT without effect in tuneloop.
 IGNORED = frozenset(
     f"{section}.{name}".lstrip(".")
     for section, names in {
@@ -400,6 +402,6 @@ IGNORED = frozenset(
 
 
 def is_ignored(name: str) -> bool:
-    """Whether what stands at a dotted name does nothing in a service, and is Trinity's."""
+    """Whether an option is Trinity's and has no effect in a service."""
     names = name.split(".")
     return any(".".join(names[:depth]) in IGNORED for depth in range(1, len(names) + 1))

@@ -1,4 +1,4 @@
-"""Figures with intervals: of two versions, and of how well an agent uses tools."""
+"""Measures A/B tests and tool use, with confidence intervals."""
 
 import hashlib
 import logging
@@ -23,7 +23,7 @@ _LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Estimated:
-    """A figure of `count` units, and its interval; None where there are too few."""
+    """An estimate of `count` units with its 95 % interval; None for too few units."""
 
     value: float
     low: float | None
@@ -32,12 +32,12 @@ class Estimated:
 
     @property
     def distinct(self) -> bool:
-        """Whether 0 lies outside the interval."""
+        """Whether the interval excludes 0."""
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 def share_of(hits: int, count: int) -> Estimated | None:
-    """A share, with Wilson's interval; None of nothing.
+    """A share with Wilson's interval; None if `count` is 0.
 
     >>> share_of(8, 10)
     Estimated(value=0.8, low=0.49016, high=0.94332, count=10)
@@ -52,7 +52,7 @@ def share_of(hits: int, count: int) -> Estimated | None:
 
 
 def mean_of(values: Sequence[float], *, shares: bool = False) -> Estimated | None:
-    """A mean, with Student's interval; None of nothing. `shares`: within 0 and 1, and Wilson's where all are 0 or 1."""
+    """A mean with Student's interval; None if empty. `shares`: values in [0, 1], all 0 or 1 give Wilson's interval."""
     if not values:
         return None
     if shares and all(value in (0.0, 1.0) for value in values):
@@ -65,7 +65,7 @@ def mean_of(values: Sequence[float], *, shares: bool = False) -> Estimated | Non
 
 
 def difference_of(a: Sequence[float], b: Sequence[float], *, shares: bool = False) -> Estimated | None:
-    """The mean of `b` less that of `a`, with Welch's interval; None if either is empty. `shares`: as in `mean_of`."""
+    """Mean of `b` less mean of `a`, with Welch's interval; None if either is empty. `shares`: as in `mean_of`."""
     if not a or not b:
         return None
     difference, count = fmean(b) - fmean(a), min(len(a), len(b))
@@ -81,12 +81,12 @@ def difference_of(a: Sequence[float], b: Sequence[float], *, shares: bool = Fals
 
 
 def student_quantile(freedom: float) -> float:
-    """Student's t that 2.5 % lie above, by bisection of its distribution; `freedom` is 1 or more.
+    """The 97.5 % quantile of Student's t by bisection; `freedom` is 1 or more.
 
     >>> round(student_quantile(10), 3), round(student_quantile(1000), 3)
     (2.228, 1.962)
     """
-    # Within t = +-sqrt(freedom) tan(angle) lies the integral of cos^(freedom-1) to the angle, of that to a right angle.
+    # P(|t| < sqrt(freedom) tan(angle)) is the integral of cos^(freedom-1) to the angle, over that to a right angle.
     wanted = math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2)) * math.sqrt(math.pi) / 2 * _LEVEL
     low, high = 0.0, math.atan(13 / math.sqrt(freedom))
     for _ in range(60):
@@ -105,7 +105,7 @@ _REWARD, _LATENCY = "reward", "latency_s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ABFigure:
-    """A metric of both versions; `difference` is b's mean less a's, and is meaningful where it is `distinct`."""
+    """A metric of both versions; `difference` is b's mean less a's, significant if `distinct`."""
 
     a: Estimated | None
     b: Estimated | None
@@ -114,9 +114,9 @@ class ABFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ABReport:
-    """What came of it. `figures` are by metric, `reward` and `latency_s` among them; `failures` by version.
+    """The result of an A/B test: `figures` by metric, with `reward` and `latency_s`; `failures` by version.
 
-    All that was measured of one key, such as a user, is one unit.
+    All measurements of one key, such as a user, are one unit.
     """
 
     figures: Mapping[str, ABFigure]
@@ -124,7 +124,7 @@ class ABReport:
     failures: Mapping[AB, int]
 
     def better(self, metric: str = _REWARD) -> AB | None:
-        """The version with more of it; None where that is not shown, or nothing is known of it."""
+        """The version with the significantly larger metric, or None."""
         figure = self.figures.get(metric)
         if figure is None or figure.difference is None or not figure.difference.distinct:
             return None
@@ -133,11 +133,10 @@ class ABReport:
 
 @dataclass(kw_only=True)
 class ABTest:
-    """Sends `share_b` of the keys to version `b`, the others to `a`, always the same key to the same one.
+    """Sends `share_b` of the keys to version `b`, the others to `a`; a key always gets the same version.
 
-    A side is the number of a version of `model`, the name of the served model, or the name of a policy. For numbers the
-    service must allow pins (`explorer.version_pins`), and serve both versions. Raises ValueError for a share that is
-    none, and for one version twice.
+    A side is a version number of `model`, the name of the served model, or the name of a policy. Version numbers need
+    pins (`explorer.version_pins`) and both versions served. Raises ValueError for an invalid share or equal versions.
 
     >>> test = ABTest(model="tiny", a=3, b=4, share_b=0.2)
     >>> test.model_for("ann") in ("tiny@3", "tiny@4")
@@ -163,24 +162,24 @@ class ABTest:
         self._lock = threading.Lock()
 
     def side_of(self, key: str) -> AB:
-        """Which version a key gets. Another seed distributes the keys differently."""
+        """The version of a key; another seed distributes the keys differently."""
         digest = hashlib.blake2b(f"{self.seed}/{self.a}/{self.b}/{key}".encode(), digest_size=8).digest()
         return "b" if int.from_bytes(digest) < self.share_b * 2**64 else "a"
 
     def model_for(self, key: str) -> str:
-        """What a client names as its `model` for this key."""
+        """The client's `model` for this key."""
         side = self.a if self.side_of(key) == "a" else self.b
         return side if isinstance(side, str) else f"{self.model}@{side}"
 
     def switch_traffic(self, side: AB, share: float) -> None:
-        """Send a share of the keys, from 0 to 1, to a side from now on. It ends the test: the report stays as it is."""
+        """End the test with its report as it is, and send a share of the keys, from 0 to 1, to a side."""
         if not 0 <= share <= 1:
             raise ValueError(f"share: {share} must be from 0 to 1")
         with self._lock:
             self._is_over, self.share_b = True, share if side == "b" else 1 - share
 
     def record(self, key: str, **metrics: float) -> None:
-        """What was measured of a key, such as reward=1.0; again, the mean counts. Raises ValueError for NaN."""
+        """Add measurements of a key, such as reward=1.0; repeated ones are averaged. Raises ValueError for NaN."""
         if wrong := [name for name, value in metrics.items() if value != value]:
             raise ValueError(f"{wrong[0]} is not a number")
         with self._lock:
@@ -192,7 +191,7 @@ class ABTest:
 
     @contextmanager
     def time_call(self, key: str) -> Iterator[str]:
-        """The model for a key; how long the block takes is its `latency_s`. One that raises is a failure."""
+        """Yield the model of a key and record the block's duration as `latency_s`; an exception is a failure."""
         began = time.perf_counter()
         try:
             yield self.model_for(key)
@@ -205,14 +204,14 @@ class ABTest:
     def run(
         self, tasks: Mapping[str, Any], measure: Callable[[str, Any], float | Mapping[str, float]], *, at_once: int = 4
     ) -> ABReport:
-        """Measure each task, by its key: `measure(model, task)` is its reward, or metrics; raising is a failure."""
+        """Measure tasks by key: `measure(model, task)` returns the reward or metrics; an exception is a failure."""
 
         def run_one(item: tuple[str, Any]) -> None:
             key, task = item
             try:
                 with self.time_call(key) as model:
                     figures = measure(model, task)
-            except Exception:  # noqa: BLE001 - counted; what measure raises is the user's own
+            except Exception:  # noqa: BLE001 - counted; `measure` is the user's
                 return
             self.record(key, **(figures if isinstance(figures, Mapping) else {_REWARD: figures}))
 
@@ -221,7 +220,6 @@ class ABTest:
         return self.report()
 
     def report(self) -> ABReport:
-        """What came of it until now."""
         with self._lock:
             seen = [name for side in self._seen.values() for of_key in side.values() for name in of_key]
             figures = {}
@@ -245,7 +243,7 @@ _FORMAT = r"(?i)\banswer\b\s*[:=]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUseCase:
-    """A run, and the calls that would have been right; `relevant` are what should be found, `found` reads a run's."""
+    """A run and its expected calls; `relevant` names what the run should find."""
 
     record: RunRecord
     expected_calls: Sequence[ToolCall]
@@ -254,14 +252,12 @@ class ToolUseCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUseReport:
-    """The figures; None where nothing was there to be measured.
+    """The figures of tool use; None without data.
 
-    `tool_accuracy`: of the expected calls, those whose tool was called. `arg_accuracy`: of these, those with just the
-    expected arguments. `invalid_rate`: of all calls, those of no offered tool, or whose arguments were no JSON object.
-    `recall`: of what should be found, how many a run found, in the mean. `mean_steps`: the assistant's turns of a run.
-    `format_rate`: the runs whose last words have the form.
-
-    `failures`: the cases whose run raised, by the exception's name. They are no `runs`, and in no figure.
+    `tool_accuracy`: share of the expected calls whose tool was called; `arg_accuracy`: of these, with exactly the
+    expected arguments. `invalid_rate`: share of calls to unknown tools or with invalid JSON. `recall`: mean share found
+    of what is relevant. `mean_steps`: assistant turns per run. `format_rate`: share of runs whose last text has the
+    form. `failures`: cases whose run raised, by exception name; they count in no other figure.
     """
 
     runs: int
@@ -274,7 +270,7 @@ class ToolUseReport:
     failures: Mapping[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
-        """A figure by its name, of shares in per cent. Raises KeyError where there is none."""
+        """A figure by name, shares in per cent. Raises KeyError."""
         found = getattr(self, name, None)
         if not isinstance(found, Estimated):
             raise KeyError(name)
@@ -283,25 +279,25 @@ class ToolUseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUseEvaluator:
-    """Measures tool use. `form` is the regular expression of the right form; `found` reads what a run has found.
+    """Measures tool use. `form` is the regular expression of the answer format; `found` extracts what a run found.
 
-    Without `found` it is what of the relevant stands in the results of the tools, as words.
+    Without `found`, a relevant item is found if a tool's result has it as a word.
     """
 
     form: str = _FORMAT
     found: Callable[[RunRecord], Iterable[str]] | None = field(default=None)
 
     def evaluate(self, agent: AgentLike, test_cases: Iterable[Mapping[str, Any]]) -> ToolUseReport:
-        """Run an agent on test cases, one after another, and measure.
+        """Run an agent on test cases in order, and measure. In an event loop use `evaluate_async`.
 
-        A case is {"input", "expected_calls": [{"name", "arguments"}], "relevant": [...]}; the latter may be missing.
-        A run that raises is counted, and the next one is made; the first of each kind is logged with its traceback.
-        Raises ValueError for a case that is none, before any is run. In an event loop use `evaluate_async`.
+        A case is {"input", "expected_calls": [{"name", "arguments"}], "relevant": [...]}; the last two are optional. A
+        run that raises is counted; the first of each kind is logged. Raises ValueError for an invalid case, before any
+        run.
         """
         return run_in_own_loop(self.evaluate_async(agent, test_cases))
 
     async def evaluate_async(self, agent: AgentLike, test_cases: Iterable[Mapping[str, Any]]) -> ToolUseReport:
-        """The same in an event loop; an agent that is no coroutine function runs in a thread."""
+        """As `evaluate`, in an event loop; a plain function runs in a thread."""
         collector, failures = DataCollector(), Counter[str]()
         cases = []
         read = [_read_case(number, each) for number, each in enumerate(test_cases, start=1)]
@@ -318,7 +314,7 @@ class ToolUseEvaluator:
         return replace(self.measure(cases), failures=dict(failures))
 
     def measure(self, cases: Sequence[ToolUseCase]) -> ToolUseReport:
-        """The figures of runs. Each call, and each run, is a unit of its own."""
+        """The figures of runs; each call and each run is a unit."""
         replies = [each.record.as_reply() for each in cases]
         matched = [_match(reply, case.expected_calls) for reply, case in zip(replies, cases, strict=True)]
         calls = [(reply, call) for reply in replies for call in reply.tool_calls]
@@ -347,7 +343,7 @@ class ToolUseEvaluator:
 
 
 def _read_case(number: int, case: Mapping[str, Any]) -> tuple[Any, tuple[ToolCall, ...], frozenset[str]]:
-    """The input, the expected calls, and what is relevant. Raises ValueError for what is no case."""
+    """Input, expected calls and relevant items. Raises ValueError."""
     try:
         calls = tuple(ToolCall(call["name"], call.get("arguments")) for call in case.get("expected_calls") or ())
         return case["input"], calls, frozenset(case.get("relevant") or ())
@@ -358,7 +354,7 @@ def _read_case(number: int, case: Mapping[str, Any]) -> tuple[Any, tuple[ToolCal
 
 
 def _match(reply: Reply, expected: Sequence[ToolCall]) -> tuple[int, int]:
-    """How many of the expected calls were made to the right tool, and how many with just the right arguments too."""
+    """Numbers of expected calls with the right tool, and with the right arguments too."""
     names = Counter(call.name for call in reply.tool_calls)
     named = sum((Counter(call.name for call in expected) & names).values())
     left = list(reply.tool_calls)

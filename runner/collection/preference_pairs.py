@@ -1,4 +1,4 @@
-"""What people prefer: pairs of answers shown blind, and sent as feedback."""
+"""Collects preferences: shows pairs of answers blind, and sends choices as feedback."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from tuneloop.runner.http_client import header_of_key
 from tuneloop.runner.logs.request_logs import ask_service, stored_turns
 from tuneloop.runner.rewards.reply import ChatMessage, chat_messages, text_of
 
-#: A person's answer about two replies, by their places on the page; `skip` leaves it open.
+#: A person's choice by the position of the answer; `skip` decides nothing.
 PairChoice = Literal["left", "right", "tie", "skip"]
 CHOICES: tuple[PairChoice, ...] = ("left", "right", "tie", "skip")
 
@@ -24,9 +24,9 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlindPair:
-    """A question with two answers, as they are shown; only `ids` and `versions` say which version wrote which.
+    """A question with two answers in display order; only `ids` and `versions` tell which version wrote which.
 
-    `ids` are the service's ids of the replies, left and right, for feedback; None where they are no replies of it.
+    `ids` are the service's ids of the replies, left and right, for feedback; None for replies of other origin.
     """
 
     pair_id: str
@@ -37,17 +37,16 @@ class BlindPair:
 
     @property
     def page(self) -> dict[str, Any]:
-        """What a page may show: nothing that reveals which version wrote which answer."""
+        """What a page shows: nothing that reveals the versions."""
         return {"pair_id": self.pair_id, "messages": list(self.messages), "left": self.texts[0], "right": self.texts[1]}
 
     def to_dict(self) -> dict[str, Any]:
-        """The row of a file."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HumanPreference:
-    """A person's answer about a pair. `sent`: the service has it as feedback; a tie and a skip are not sent."""
+    """A choice about a pair. `sent`: the service has it as feedback; a tie and a skip are not sent."""
 
     pair_id: str
     choice: PairChoice
@@ -60,7 +59,7 @@ class HumanPreference:
 def arrange(
     messages: Sequence[object], a: tuple[str, str | None, str], b: tuple[str, str | None, str], *, seed: int = 0
 ) -> BlindPair:
-    """Two answers, each (text, id of the reply, version), in an order that the seed and the question decide."""
+    """Pair two answers, each (text, reply id, version), in an order fixed by the seed and the question."""
     turns = tuple(chat_messages(list(messages)))
     name = hashlib.sha256(json.dumps([turns, a, b], default=str).encode()).hexdigest()[:16]
     sides = [a, b]
@@ -71,10 +70,9 @@ def arrange(
 
 
 class HumanPreferenceCollector:
-    """Asks a service for pairs, and sends it which answer was preferred.
+    """Asks a service for pairs and sends the choices. Raises ServiceRefused.
 
-    `url` is the service's, without /v1; `source` names who says so. Raises ServiceRefused where the service refuses, or
-    is not there.
+    `url` is the service's, without /v1; `source` names the person.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, source: str | None = None, seed: int = 0) -> None:
@@ -84,7 +82,7 @@ class HumanPreferenceCollector:
         self._client = httpx.Client(headers=header_of_key(api_key), timeout=_TIMEOUT_S)
 
     def sample(self, messages: Sequence[object], model: str, versions: tuple[int, int], **body: Any) -> BlindPair:
-        """Both versions' answers to a question; `body` is more of the request, such as max_tokens."""
+        """The answers of two versions to a question; `body` has further request fields, such as max_tokens."""
         turns = chat_messages(list(messages))
         answers = []
         for version in versions:
@@ -94,7 +92,7 @@ class HumanPreferenceCollector:
         return arrange(turns, answers[0], answers[1], seed=self._seed)
 
     def pair_of(self, a: str, b: str) -> BlindPair:
-        """The pair of two replies that the service has stored, by their ids. They must answer one question."""
+        """The pair of two stored replies to one question, by their ids."""
         stored = [self._ask("GET", _path_of(each)) for each in (a, b)]
         turns = [stored_turns(self._client, self._url + _path_of(each)) for each in (a, b)]
         if turns[0] != turns[1]:
@@ -103,7 +101,7 @@ class HumanPreferenceCollector:
         return arrange(turns[0], answers[0], answers[1], seed=self._seed)
 
     def record(self, pair: BlindPair, choice: PairChoice) -> HumanPreference:
-        """Send a person's choice to the service, once: training by dpo finds it. Raises ValueError."""
+        """Send a choice to the service once, for training by dpo. Raises ValueError."""
         if choice not in CHOICES:
             raise ValueError(f"choice: {choice!r} is none of {', '.join(CHOICES)}")
         made = HumanPreference(pair_id=pair.pair_id, choice=choice, source=self._source)
@@ -112,13 +110,12 @@ class HumanPreferenceCollector:
         better = 0 if choice == "left" else 1
         preferred, rejected = pair.ids[better], pair.ids[1 - better]
         feedback: dict[str, Any] = {"msg_ids": [preferred], "preferred_over": rejected}
-        # The service distinguishes several people under one key by their names.
+        # The service keeps people under one key apart by `source`.
         feedback["idempotency_key"] = f"prefer-{pair.pair_id}"
         self._ask("POST", "/feedback", feedback | ({"source": self._source} if self._source else {}))
         return replace(made, preferred=preferred, rejected=rejected, sent=True)
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -130,7 +127,7 @@ def _path_of(reply_id: str) -> str:
 
 
 def _answer(completion: Mapping[str, Any], version: str) -> tuple[str, str, str]:
-    """What the first choice said, and the tools that it called; the reply's id; the version."""
+    """The first choice's text and tool calls, the reply's id, the version."""
     try:
         message = completion["choices"][0]["message"]
         calls = [

@@ -1,4 +1,4 @@
-"""Runs as records, taken down while an agent runs."""
+"""Records an agent's runs: messages, thoughts, tool calls, rewards and feedback."""
 
 import asyncio
 import contextvars
@@ -19,17 +19,17 @@ from tuneloop.runner.rewards.reply import ChatMessage, Reply, calls_of, chat_mes
 
 _OPENS, _CLOSES = "<think>", "</think>"
 
-#: What a record may leave out.
+#: Fields that a collector may drop.
 RECORD_FIELDS = ("messages", "thoughts", "tool_calls", "rewards", "user_feedback")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A run, and its `messages`.
+    """A recorded run.
 
-    `thoughts` are {step, content}: what stands in a turn of the assistant, counted from 1, beside its calls or as its
-    reasoning. `tool_calls` are {tool, args, result}; args are None if they were no JSON object, result is None if there
-    was none. `reply_ids` are those of the service's replies, for feedback. `tools` names the tools that were offered.
+    `thoughts` are {step, content}: an assistant turn's reasoning, or text beside calls; turns count from 1.
+    `tool_calls` are {tool, args, result}; args None: no JSON object, result None: no result. `reply_ids` are the
+    service's, for feedback. `tools` names the offered tools.
     """
 
     conversation_id: str
@@ -45,17 +45,16 @@ class RunRecord:
     tools: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
-        """A field by its name, as of a mapping. Raises KeyError where there is none."""
         if name not in self.__slots__:
             raise KeyError(name)
         return getattr(self, name)
 
     @classmethod
     def of_messages(cls, conversation_id: str, messages: Sequence[object], **known: Any) -> "RunRecord":
-        """The record of chat messages, of whichever client (see `chat_messages`); `known` are further fields.
+        """Record chat messages of any client (see `chat_messages`); `known` are further fields.
 
-        Without a `total_reward` it is the sum of the rewards. Raises ValueError for what is no message, and for a
-        reward that is no finite number.
+        `total_reward` defaults to the sum of the rewards. Raises ValueError for an invalid message or an infinite
+        reward.
 
         >>> record = RunRecord.of_messages("c", [{"role": "user", "content": "Hello"}], rewards={"a": 0.8, "b": 0.5})
         >>> record.total_reward
@@ -71,11 +70,11 @@ class RunRecord:
         return cls(conversation_id=conversation_id, messages=turns, **fields)
 
     def as_reply(self, **known: Any) -> Reply:
-        """The run as reward components and judges see it; `known` are further fields, such as `expected`."""
+        """The run for reward components and judges; `known` are further fields, such as `expected`."""
         return Reply.of_trajectory(self.messages, **{"tools": self.tools} | known)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON object. What only some records have is left out where this one has none."""
+        """A JSON object without empty optional fields."""
         named = ("conversation_id", *RECORD_FIELDS, "total_reward")
         more = ("task_id", "run_id", "reply_ids", "tools")
         row = {name: _json(getattr(self, name)) for name in named}
@@ -83,7 +82,7 @@ class RunRecord:
 
 
 def write_records(path: Path, records: Iterable[RunRecord]) -> int:
-    """Append them to a file of JSON lines, its owner's alone; how many there were. They are on disk then."""
+    """Append records to a private file of JSON lines, synced to disk; their number."""
     rows = [each.to_dict() for each in records]
     append_rows(path, rows)
     return len(rows)
@@ -103,7 +102,7 @@ def _thoughts(messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
 
 
 def _tool_calls(messages: Sequence[ChatMessage]) -> Iterator[dict[str, Any]]:
-    """The calls with their results: by the call's id, or where there is none by their order."""
+    """Calls with their results, matched by id, otherwise by order."""
     for at, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -140,15 +139,15 @@ _loops: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def run_in_own_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """The coroutine's result, in the one loop of this process, to which agents' connections stay bound.
+    """Run in this process's one background loop, to which agents' connections stay bound.
 
-    Raises RuntimeError where an event loop runs already.
+    Raises RuntimeError in a running event loop.
     """
     if running_loop():
         coroutine.close()
         raise RuntimeError("an event loop runs in this thread: await the method that ends in _async")
     with _lock:
-        if (loop := _loops.get(os.getpid())) is None:  # A forked child's is another: the thread is its parent's.
+        if (loop := _loops.get(os.getpid())) is None:  # a forked child has no thread of its parent
             loop = _loops[os.getpid()] = asyncio.new_event_loop()
             threading.Thread(target=loop.run_forever, daemon=True, name="tuneloop-agents").start()
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
@@ -160,14 +159,14 @@ def run_in_own_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs in this thread, if one does."""
+    """This thread's running event loop, or None."""
     with suppress(RuntimeError):
         return asyncio.get_running_loop()
     return None
 
 
 def in_daemon_thread(work: Callable[[], _Result]) -> asyncio.Future[_Result]:
-    """What the work returns, done in a thread of its own: one that hangs keeps neither others nor our end waiting."""
+    """Run in a new daemon thread: a hanging one blocks neither others nor the exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[_Result] = loop.create_future()
     context = contextvars.copy_context()
@@ -181,22 +180,24 @@ def in_daemon_thread(work: Callable[[], _Result]) -> asyncio.Future[_Result]:
         outcome: object
         try:
             set_, outcome = future.set_result, context.run(work)
-        except BaseException as error:  # noqa: BLE001 - it belongs to the caller that waits for the result
+        except BaseException as error:  # noqa: BLE001 - the awaiting caller gets it
             plain = isinstance(error, Exception) and not isinstance(error, StopIteration)
-            outcome = error if plain else RuntimeError(f"it ended with {error!r}")  # others would end the event loop
-        with suppress(RuntimeError):  # the loop was closed: nothing waits any more
+            outcome = (
+                error if plain else RuntimeError(f"it ended with {error!r}")
+            )  # other types would end the event loop
+        with suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(settle, set_, outcome)
 
     threading.Thread(target=run, daemon=True, name="tuneloop-run").start()
     return future
 
 
-#: An agent: takes what the user said, and returns a text, a message, a completion, or all messages of the run.
+#: An agent: takes the user's text; returns a text, a message, a completion, or all messages of the run.
 AgentLike = Callable[[Any], Any]
 
 
 class RunCollection:
-    """A run that is being collected."""
+    """A run during its collection."""
 
     def __init__(self, conversation_id: str, **labels: str | None) -> None:
         self.conversation_id = conversation_id
@@ -207,7 +208,7 @@ class RunCollection:
         self._reply_ids: list[str] = []
 
     def add(self, *messages: object) -> None:
-        """Messages or completions of any client, in their order. Of a completion the id is kept, for feedback."""
+        """Add messages or completions of any client in order; completions' ids are kept for feedback."""
         for each in messages:
             self._messages += chat_messages(each)
             if not isinstance(each, str | list | tuple):
@@ -216,15 +217,14 @@ class RunCollection:
                     self._reply_ids.append(str(plain["id"]))
 
     def reward(self, name: str, value: float) -> None:
-        """What it earned, under a name; a later value takes the place of an earlier one."""
+        """Set a named reward, replacing an earlier value."""
         self._rewards[name] = float(value)
 
     def feedback(self, **labels: Any) -> None:
-        """What a user said of it, such as rating=4, comment="right"."""
+        """Add the user's feedback, such as rating=4, comment="right"."""
         self._feedback |= labels
 
     def record(self) -> RunRecord:
-        """The record of what was collected until now."""
         return RunRecord.of_messages(
             self.conversation_id,
             self._messages,
@@ -236,7 +236,7 @@ class RunCollection:
 
 
 class DataCollector:
-    """Collects the runs of an agent. `collect_fields` says which parts are kept: all that it does not name are.
+    """Collects the runs of an agent. `collect_fields` may switch parts off.
 
     >>> collector = DataCollector()
     >>> with collector.run("conv_001") as run:
@@ -247,7 +247,7 @@ class DataCollector:
     """
 
     def __init__(self, collect_fields: Mapping[str, bool] | None = None) -> None:
-        """Raises ValueError for a field that records do not have."""
+        """Raises ValueError for an unknown field."""
         wanted = dict(collect_fields or {})
         if unknown := sorted(wanted.keys() - set(RECORD_FIELDS)):
             raise ValueError(f"collect_fields: {unknown[0]} is none of {', '.join(RECORD_FIELDS)}")
@@ -260,7 +260,7 @@ class DataCollector:
     def run(
         self, conversation_id: str | None = None, *, task_id: str | None = None, run_id: str | None = None
     ) -> Iterator[RunCollection]:
-        """A run to be filled within the block. It is recorded in the end, also if the block raises."""
+        """Yield a run to fill in; it is recorded at the end, also after an exception."""
         collection = RunCollection(conversation_id or f"conv_{uuid.uuid4().hex}", task_id=task_id, run_id=run_id)
         try:
             yield collection
@@ -274,7 +274,7 @@ class DataCollector:
         user_feedback: Mapping[str, Any] | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> RunRecord:
-        """Run an agent, AgentScope's or a function of the text, in an event loop of its own, and record it."""
+        """Run an agent (AgentScope's or a function of the text) in its own event loop, and record it."""
         return run_in_own_loop(self.collect_async(agent, user_input, user_feedback, rewards))
 
     async def collect_async(
@@ -284,7 +284,7 @@ class DataCollector:
         user_feedback: Mapping[str, Any] | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> RunRecord:
-        """The same in an event loop; an agent that is no coroutine function runs in a thread."""
+        """As `collect`, in an event loop; a plain function runs in a thread."""
         turns = await _run_agent(agent, user_input)
         with self.run() as run:
             run.add(*turns)
@@ -294,14 +294,14 @@ class DataCollector:
         return self.records[-1]
 
     def save(self, path: Path) -> int:
-        """Append the records to a file of JSON lines, and forget them; how many there were."""
+        """Append the records to a file of JSON lines and drop them; their number."""
         count = write_records(path, self.records)
         self.records.clear()
         return count
 
 
 async def _run_agent(agent: Any, user_input: str) -> list[object]:
-    """All that was said in the run, what the user said first."""
+    """All messages of the run, the user's first."""
     remember = _memory_of(agent)
     before = len(await remember()) if remember else 0
     module = sys.modules.get("agentscope.message") if remember else None
@@ -322,7 +322,7 @@ async def _run_agent(agent: Any, user_input: str) -> list[object]:
 
 
 def _memory_of(agent: Any) -> Callable[[], Any] | None:
-    """What reads the messages that an agent of AgentScope, 1.x or 2.x, remembers; None for other agents."""
+    """A reader of the memory of an AgentScope agent (1.x or 2.x), or None."""
     memory = getattr(getattr(agent, "memory", None), "get_memory", None)
     state = getattr(agent, "state", None)
     if callable(memory):

@@ -1,4 +1,4 @@
-"""The versions of a service, listed, compared, promoted, rolled back and pinned from a program."""
+"""Lists, compares, promotes, rolls back and pins the versions of a service."""
 
 from collections.abc import Mapping
 from types import TracebackType
@@ -17,8 +17,8 @@ _ROUNDING = 1e-9
 class VersionsClient:
     """The admin API of a service: `url` is the service's, without /v1; `admin_key` is its `explorer.admin_key`.
 
-    `by` is who decides, as it is kept with each decision. Every method raises ServiceRefused, with the service's
-    sentence and its `status` and `code`, where that refuses or does not answer; nothing is tried twice.
+    `by` names the person in each decision. Methods raise ServiceRefused with the service's message, `status` and
+    `code`; none retries.
     """
 
     def __init__(self, url: str, admin_key: str, *, by: str | None = None) -> None:
@@ -28,34 +28,31 @@ class VersionsClient:
         self._client = httpx.Client(headers=header_of_key(admin_key, "admin_key"), timeout=_TIMEOUT_S)
 
     def list_versions(self) -> list[dict[str, Any]]:
-        """All versions, the newest first: version, state, pinned, replies, mean_reward and so on."""
+        """All versions, newest first: version, state, pinned, replies, mean_reward and so on."""
         found: list[dict[str, Any]] = self._ask("GET", "")["data"]
         return found
 
     def show(self, version: int) -> dict[str, Any]:
-        """Everything about a version."""
         return self._ask("GET", f"/{version}")
 
     def events(self, version: int | None = None, *, last: int = 20) -> list[dict[str, Any]]:
-        """What happened, of one version or of all, the oldest first."""
+        """Events of one version or of all, oldest first."""
         query = {"last": last} | ({} if version is None else {"version": version})
         found: list[dict[str, Any]] = self._ask("GET", "/events", params=query)["data"]
         return found
 
     def compare(self, a: int, b: int) -> dict[str, Any]:
-        """Two versions side by side: how much more `b` earned (`difference`), with its `interval`."""
+        """Two versions side by side: `difference` is how much more `b` earned, with its `interval`."""
         return self._ask("GET", "/compare", params={"a": a, "b": b})
 
     def champion(self) -> int:
-        """The version that answers."""
         return self._in_state("champion") or 0
 
     def canary(self) -> int | None:
-        """The version that is tried; None if none is."""
         return self._in_state("canary")
 
     def canary_share(self, version: int | None = None) -> float | None:
-        """The share of the traffic that a version is, or was last, tried on; None if it never was."""
+        """The traffic share of a version's current or last canary, or None."""
         tried = self.canary() if version is None else version
         if tried is None:
             return None
@@ -63,11 +60,11 @@ class VersionsClient:
         return next((float(share) for share in reversed(shares) if share is not None), None)
 
     def promote(self, version: int, *, reason: str | None = None, expect: int | None = None) -> dict[str, Any]:
-        """Make it the champion; an older one too. `expect` is the champion that you have seen."""
+        """Make it the champion, older ones too. `expect` is the champion that you saw."""
         return self._decide(f"/{version}/promote", reason, expect)
 
     def roll_back(self, version: int | None = None, *, reason: str, expect: int | None = None) -> dict[str, Any]:
-        """Never serve that version again, or without one the canary, or the champion if there is none."""
+        """Never serve that version again; by default the canary, otherwise the champion."""
         return self._decide("/rollback" if version is None else f"/{version}/rollback", reason, expect)
 
     def reject(self, version: int, *, reason: str, expect: int | None = None) -> dict[str, Any]:
@@ -75,20 +72,20 @@ class VersionsClient:
         return self._decide(f"/{version}/reject", reason, expect)
 
     def pin(self, version: int, *, reason: str | None = None, expect: int | None = None) -> dict[str, Any]:
-        """Make it the champion, and keep it: nothing else is promoted, and none is tried."""
+        """Make it the champion, and stop promotions and canaries."""
         return self._decide(f"/{version}/pin", reason, expect)
 
     def unpin(self, *, reason: str | None = None, expect: int | None = None) -> dict[str, Any]:
-        """Let versions be promoted again."""
+        """Allow promotions again."""
         return self._decide("/unpin", reason, expect)
 
     def list_policies(self) -> list[dict[str, Any]]:
-        """All policies, the oldest first: name, tenant, state, served, waiting, reward and so on."""
+        """All policies, oldest first: name, tenant, state, served, waiting, reward and so on."""
         found: list[dict[str, Any]] = ask_service(self._client, "GET", f"{self._admin}/policies")["data"]
         return found
 
     def create_policy(self, name: str, *, parent: int | str = 0, **more: Any) -> dict[str, Any]:
-        """Make a policy that begins as a version, or as the champion of another policy; `tenant` and `options` too."""
+        """Create a policy from a version or from another policy's champion; `more` may have `tenant` and `options`."""
         draft = {"name": name, "parent": parent, **more}
         return ask_service(self._client, "POST", f"{self._admin}/policies", json=draft)
 
@@ -112,7 +109,6 @@ class VersionsClient:
         return ABTest(model="", a=a, b=b, share_b=ratio["b"])
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def __enter__(self) -> "VersionsClient":

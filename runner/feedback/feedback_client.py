@@ -1,4 +1,4 @@
-"""The feedback client: says what is said of replies to the service, now or, through an outbox, as soon as it can."""
+"""Sends feedback on replies to the service, at once or through an outbox on disk."""
 
 import asyncio
 import atexit
@@ -21,23 +21,23 @@ from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
 from tuneloop.runner.http_client import absolute_url, header_of_key, tls_context
 from tuneloop.runner.judging.endpoint import retry_after_s
 
-#: Seconds that a process which ends gives what waits to be sent. The rest waits on disk.
+#: Seconds for sending at exit; unsent feedback stays on disk.
 _AT_EXIT_S = 2.0
 
-#: Seconds that a commit gives what waits to be sent before it.
+#: Seconds for sending before a commit.
 _BEFORE_COMMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What was taken: its idempotency keys, and the service's answer; {} while it waits in the outbox."""
+    """The idempotency keys of accepted feedback, and the service's answer; {} while it waits in the outbox."""
 
     keys: tuple[str, ...]
     answer: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FeedbackBatch(FeedbackVerbs[None]):
-    """Collects what is said, to be taken all at once."""
+    """Collects feedback for one call."""
 
     def __init__(self, source: str | None) -> None:
         self._source = source
@@ -48,7 +48,7 @@ class FeedbackBatch(FeedbackVerbs[None]):
 
 
 class _Client:
-    """What both clients are made of, and what they report about themselves."""
+    """The common part of both clients."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class _Client:
         timeout: float = 10.0,
         max_bytes: int = 64 << 20,
     ) -> None:
-        """Raises ValueError for what is no URL or no key, and OSError for a folder that cannot be written."""
+        """Raises ValueError for an invalid URL or key, OSError for a folder without write access."""
         _import_ahead()
         self._url = absolute_url(url, "url", "http://localhost:8010").removesuffix("/v1")
         self._headers, self._timeout = header_of_key(api_key), timeout
@@ -68,7 +68,7 @@ class _Client:
         self._sent = 0
         self._http: httpx.Client | None = None
         self._sender: Sender | None = None
-        if outbox is not None:  # The folder has a folder for each service.
+        if outbox is not None:  # one folder per service
             folder = Path(outbox) / re.sub(r"[^A-Za-z0-9.]+", "-", self._url).strip("-")
             self._sender = Sender(FeedbackOutbox(folder, max_bytes), self._post, self._hang_up)
             self._sender.start()
@@ -76,26 +76,26 @@ class _Client:
 
     @property
     def pending(self) -> int:
-        """Entries that wait to be sent, those that ended processes left there too."""
+        """Unsent entries, including those of ended processes."""
         return self._sender.outbox.pending if self._sender else 0
 
     @property
     def sent(self) -> int:
-        """Entries that the service took from this client."""
+        """Entries of this client that the service accepted."""
         return self._sender.outbox.sent if self._sender else self._sent
 
     @property
     def refused(self) -> int:
-        """Entries that were set aside since the service will never take them; `refusals` has them."""
+        """Entries set aside because the service will never accept them; see `refusals`."""
         return self._sender.outbox.refused if self._sender else 0
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be sent at the moment."""
+        """Why sending fails now, or None."""
         return self._sender.trouble if self._sender else None
 
     def refusals(self) -> list[RefusedEntry]:
-        """What was set aside in the outbox, by any process, oldest first."""
+        """Entries that any process set aside in the outbox, oldest first."""
         return self._sender.outbox.refusals() if self._sender else []
 
     def _post(self, entries: Sequence[Entry]) -> httpx.Response | httpx.HTTPError:
@@ -110,7 +110,7 @@ class _Client:
             return error
 
     def _receipt(self, entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> Receipt:
-        """What became of entries that were sent. Raises FeedbackRefused or FeedbackAway."""
+        """Raises FeedbackRefused, FeedbackAway."""
         outcome = understand(entries, response)
         if isinstance(outcome, TryLater):
             raise FeedbackAway(outcome.reason, retry_after_s=outcome.wait_s)
@@ -139,42 +139,42 @@ class _Client:
             client.close()
 
     def _after_fork(self) -> None:
-        self._http = None  # its connections are the parent's
+        self._http = None  # the connections are the parent's
         if self._sender:
             self._sender.after_fork()
 
 
 class FeedbackClient(FeedbackVerbs[Receipt], _Client):
-    """Says what is said of replies: see FeedbackVerbs for all that can be said.
+    """Sends feedback on replies: see FeedbackVerbs.
 
-    With `outbox`, a folder, what was said is on disk when a call returns, and a thread sends it as soon as the service
-    takes it: after a crash, the next process does that opens the folder. Without one it is sent at once, and
-    FeedbackAway or FeedbackRefused say that it was not taken.
+    With `outbox`, a folder, feedback is on disk when a call returns, and a thread sends it; after a crash, the next
+    process that opens the folder does. Without one it is sent at once, and a failure raises FeedbackAway or
+    FeedbackRefused.
 
-    `url` is the service's; `source` names the rater, unless a call does; `timeout` is in seconds, of one request.
-    At most `max_bytes` wait in the outbox; then OutboxFull is raised.
+    `source` is the default rater; `timeout` is per request, in seconds. Above `max_bytes` in the outbox, OutboxFull is
+    raised.
     """
 
     @contextmanager
     def batch(self) -> Iterator[FeedbackBatch]:
-        """Collect what is said in the block; it is taken when the block ends, all of it or none."""
+        """Collect the block's feedback, and accept all of it or none at its end."""
         many = FeedbackBatch(self._source)
         yield many
         if many.entries:
             self._take(many.entries)
 
     def commit(self, task_id: str | None = None, run_id: str | None = None) -> int:
-        """Release what is rewarded to the trainer, and return how much. Raises FeedbackAway if it cannot be now."""
+        """Release rewarded replies to the trainer; their number. Raises FeedbackAway."""
         if not self.flush(_BEFORE_COMMIT_S):
             raise FeedbackAway(f"feedback waits to be sent before a commit: {self.trouble}")
         return _count_of_commit(self._request_now("commit", {"task_id": task_id, "run_id": run_id}))
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until nothing waits to be sent, for so many seconds; whether that is so."""
+        """Wait up to `timeout` seconds until all is sent; whether it is."""
         return self._flush(timeout)
 
     def close(self, timeout: float = 5.0) -> bool:
-        """Flush, and stop. What is left waits on disk."""
+        """Flush and stop; unsent feedback stays on disk."""
         return self._close(timeout)
 
     def __enter__(self) -> Self:
@@ -190,35 +190,32 @@ class FeedbackClient(FeedbackVerbs[Receipt], _Client):
         return Receipt(_keys(entries))
 
 
-#: What users call it; the services have a record of that name.
+#: The public name; the services have a record named Feedback.
 Feedback = FeedbackClient
 
 
 class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Client):
-    """Feedback without blocking the event loop: the same verbs, each to be awaited. Use it in one event loop only."""
+    """Feedback for one event loop: the same verbs, each awaited."""
 
     _client: httpx.AsyncClient | None = None
 
     @asynccontextmanager
     async def batch(self) -> AsyncIterator[FeedbackBatch]:
-        """Collect what is said in the block, where nothing is awaited; it is taken when the block ends."""
+        """Collect the block's feedback without awaiting, and send it at its end."""
         many = FeedbackBatch(self._source)
         yield many
         if many.entries:
             await self._take(many.entries)
 
     async def commit(self, task_id: str | None = None, run_id: str | None = None) -> int:
-        """As Feedback's."""
         if not await self.flush(_BEFORE_COMMIT_S):
             raise FeedbackAway(f"feedback waits to be sent before a commit: {self.trouble}")
         return _count_of_commit(await self._request("commit", {"task_id": task_id, "run_id": run_id}))
 
-    async def flush(self, timeout: float = 10.0) -> bool:  # noqa: ASYNC109 - it is an answer, not an error
-        """As Feedback's."""
+    async def flush(self, timeout: float = 10.0) -> bool:  # noqa: ASYNC109 - returns False, raises nothing
         return await asyncio.to_thread(self._flush, timeout)
 
     async def close(self, timeout: float = 5.0) -> bool:  # noqa: ASYNC109
-        """As Feedback's."""
         if self._client is not None:
             await self._client.aclose()
         return await asyncio.to_thread(self._close, timeout)
@@ -246,9 +243,9 @@ class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Client):
 
 @cache
 def _import_ahead() -> None:
-    """Import what httpx, and the codec of host names, import when they are first used, and read the certificates.
+    """Import what httpx and the idna codec load lazily, and read the certificates.
 
-    A child that is forked while another thread imports a module has half of it for ever.
+    A child that is forked during an import in another thread keeps a partial module.
     """
     "".encode("idna")
     httpx.Client(verify=tls_context()).close()

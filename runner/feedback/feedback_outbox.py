@@ -1,4 +1,4 @@
-"""The folder in which feedback waits to be sent. Several processes may share it: each writes files of its own."""
+"""Keeps feedback in a folder until it is sent. Processes may share the folder: each writes its own files."""
 
 import errno
 import hashlib
@@ -16,16 +16,16 @@ from tuneloop.runner.feedback.verbs import Entry
 from tuneloop.runner.outbox import SUFFIX, Damage, Outbox, OutboxReader, Place, Record, names_in, owner_of
 from tuneloop.runner.private_files import append_rows, private_opener
 
-#: A file of so many bytes is followed by another.
+#: Largest size of a file in bytes.
 _FILE_BYTES = 4 << 20
 
-#: A file of so many bytes, all sent, is followed by another: what is sent again after a crash is at most so much.
+#: A file whose sent bytes exceed this is replaced, which bounds what is sent again after a crash.
 _SENT_BYTES = 64 << 10
 
-#: A batch has no more entries, and no further record once it has so many bytes.
+#: Limits of a batch; the record that exceeds the bytes is its last.
 _BATCH_ENTRIES, _BATCH_BYTES = 500, 1 << 20
 
-#: Files of processes that ended are open at once.
+#: Files of ended processes that are open at once.
 _OPEN_FILES = 64
 
 _REFUSED = "refused.jsonl"
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class UnsentEntries:
-    """What is to be sent next: the entries of a file up to the offset `end`."""
+    """Entries of a file up to the offset `end`."""
 
     file: OutboxReader
     entries: Sequence[Entry]
@@ -44,14 +44,14 @@ class UnsentEntries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedEntry:
-    """An entry that the service will never take, and why."""
+    """An entry that the service will never accept, and the reason."""
 
     entry: Entry
     reason: str
 
 
 class FeedbackOutbox:
-    """Takes entries, and hands them out in their order, those of ended processes first, until they are sent."""
+    """Stores entries and returns them in order, those of ended processes first, until they are sent."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self._max_bytes = folder, max_bytes
@@ -63,20 +63,20 @@ class FeedbackOutbox:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._outbox = Outbox(self.folder, _FILE_BYTES)
-        self._taken: dict[str, int] = {}  # the offset up to which a file was sent, by its id
-        self._files: list[OutboxReader] = []  # in the order in which they are sent
-        self._entries: Counter[str] = Counter()  # that wait, by the file's id
-        self._last = Place("", 0)  # of what is acknowledged
+        self._taken: dict[str, int] = {}  # sent bytes by file id
+        self._files: list[OutboxReader] = []  # in sending order
+        self._entries: Counter[str] = Counter()  # unsent entries by file id
+        self._last = Place("", 0)  # the last acknowledged record
         self._others_bytes = self._sent_bytes = 0
 
     @property
     def pending(self) -> int:
-        """How many entries wait, of ours and of processes that ended."""
+        """Unsent entries of this and of ended processes."""
         with self._lock:
-            return (+self._entries).total()  # a file from which more was sent than is counted yet hides no other
+            return (+self._entries).total()  # a file may be sent before it is counted
 
     def put(self, entries: Sequence[Entry]) -> None:
-        """Return when the entries are on disk, all of them or, with OutboxFull or OSError, none."""
+        """Sync the entries to disk. Raises OutboxFull or OSError, and then keeps none."""
         waiting = self._others_bytes + self._outbox.written - self._sent_bytes
         if waiting >= self._max_bytes:
             raise OutboxFull(f"{waiting} bytes of feedback wait to be sent, max_bytes is {self._max_bytes}")
@@ -91,7 +91,7 @@ class FeedbackOutbox:
             self._last = max(self._last, place)
 
     def next_batch(self) -> UnsentEntries | None:
-        """What is to be sent next, some hundred entries of one file, if anything waits."""
+        """The next entries of one file to send, or None."""
         counted: set[str] = set()
         for is_second in (False, True):
             if is_second:
@@ -111,12 +111,12 @@ class FeedbackOutbox:
                 self._files.remove(file)
                 file.close()
         with self._lock:
-            for id_ in counted - {file.id for file in self._files}:  # another process sends it, or has
+            for id_ in counted - {file.id for file in self._files}:  # another process sends or sent it
                 del self._entries[id_]
         return None
 
     def note_sent(self, batch: UnsentEntries, refused: int) -> None:
-        """They need not be sent again, nor will they be; so many of them were set aside."""
+        """Mark a batch as sent, of which `refused` entries were set aside."""
         with self._lock:
             self._entries[batch.file.id] -= len(batch.entries)
         self._sent_bytes += batch.end - self._taken.get(batch.file.id, 0)
@@ -126,7 +126,7 @@ class FeedbackOutbox:
             self._outbox.begin_new_file()
 
     def set_aside(self, entry: Entry, reason: str) -> None:
-        """Keep an entry that the service will never take, to be looked at: on disk before this returns."""
+        """Keep an entry that the service will never accept, on disk, for inspection."""
         if (digest := _digest(entry)) in self._set_aside:
             return
         path = self.folder / _REFUSED
@@ -135,21 +135,21 @@ class FeedbackOutbox:
         append_rows(path, [{"reason": reason, "entry": entry}])
         self._set_aside.add(digest)
         self.refused += 1
-        log.warning("feedback is refused, and lies in %s: %s", path, reason)
+        log.warning("feedback was refused and is kept in %s: %s", path, reason)
 
     def refusals(self) -> list[RefusedEntry]:
-        """What was set aside, by whichever process, oldest first."""
+        """Entries set aside by any process, oldest first."""
         path = self.folder / _REFUSED
         lines = path.read_bytes().splitlines() if path.exists() else []
         found = {}
         for line in lines:
-            with suppress(ValueError):  # being written by another process, or cut off by a crash: it is set aside again
+            with suppress(ValueError):  # partial: written now, or cut off by a crash
                 each = json.loads(line)
                 found[_digest(each["entry"])] = each
         return [RefusedEntry(entry=each["entry"], reason=each["reason"]) for each in found.values()]
 
     def look(self) -> None:
-        """Find the files of processes that ended. One that cannot be read stays, and is logged."""
+        """Find the files of ended processes. An unreadable one stays, and is logged."""
         waiting = -sum(self._taken.get(file.id, 0) for file in self._files)
         for name in names_in(self.folder):
             with suppress(OSError, ValueError), closing(OutboxReader(self.folder / name)) as file:
@@ -161,15 +161,15 @@ class FeedbackOutbox:
         self._others_bytes = waiting - (self._outbox.written - self._sent_bytes)
 
     def close(self) -> None:
-        """Leave what waits to the process that opens the folder next."""
+        """Release unsent files to the next process."""
         self._outbox.close()
         try:
-            self.next_batch()  # removes what is all sent
+            self.next_batch()  # removes sent files
         finally:
             self._close_files()
 
     def forget_parents_files(self) -> None:
-        """In a forked child: leave the parent's files to it."""
+        """Release the parent's files, in a forked child."""
         self._outbox.forget_file()
         self._close_files()
         self._begin()
@@ -180,7 +180,7 @@ class FeedbackOutbox:
         self._files = []
 
     def _find_files(self) -> None:
-        """Those of ours, and those that processes left that have ended, which come first. Raises OSError."""
+        """Open our files and those of ended processes, which come first. Raises OSError."""
         known = self._unreadable | {file.id for file in self._files}
         for name in names_in(self.folder):
             is_later = len(self._files) >= _OPEN_FILES and owner_of(name) != self._outbox.owner
@@ -188,7 +188,7 @@ class FeedbackOutbox:
                 continue
             try:
                 file = OutboxReader(self.folder / name)
-            except FileNotFoundError:  # its process has sent it
+            except FileNotFoundError:  # sent and removed by its process
                 continue
             except OSError as error:
                 log.error("feedback that waits in %s cannot be sent: %s", self.folder / name, error)
@@ -201,7 +201,7 @@ class FeedbackOutbox:
         self._files.sort(key=lambda file: (not file.claim(), file.id))
 
     def _read(self, file: OutboxReader) -> UnsentEntries | None:
-        """What is acknowledged and not sent yet. The bytes of damaged records are kept beside the file."""
+        """Acknowledged, unsent entries. Damaged bytes are copied to a file beside."""
         entries: list[Entry] = []
         end = taken = self._taken.get(file.id, 0)
         for found in file.read(end):
@@ -222,5 +222,5 @@ class FeedbackOutbox:
 
 
 def _digest(entry: Entry) -> bytes:
-    """The same for an entry that is set aside again; the parts of a score share one idempotency key."""
+    """Equal for an entry that is set aside again; the parts of a score share one idempotency key."""
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).digest()

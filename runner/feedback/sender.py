@@ -1,4 +1,4 @@
-"""Sends what lies in an outbox, in its order, in a thread of its own, and understands the answers."""
+"""Sends the outbox's entries in order, in a thread, and interprets the answers."""
 
 import logging
 import random
@@ -21,19 +21,19 @@ from tuneloop.runner.judging.endpoint import retry_after_s
 
 _PLACE = re.compile(r"feedback\[(\d+)\]")
 
-#: The outcomes of what is not kept, and will not be if it is said again.
+#: Outcomes of entries that the service will never keep.
 _REFUSALS = {
     "unknown": "404: no id of a reply of this service",
-    "not_recorded": "200: this reply is not recorded, as its request or the service's settings want",
-    "full": "200: as much has been said of this reply as is kept",
+    "not_recorded": "200: the reply is not recorded, by its request or the service's settings",
+    "full": "200: the reply has as much feedback as the service keeps",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """It was taken, but for the entries whose places are in `refused`, each with the reason why it never will be.
+    """Accepted, except the entries at the places in `refused`, each with its reason.
 
-    At `unclear` is said what became of any of several entries about one name: each alone is answered for itself.
+    Entries at `unclear` share a name with others, so that the outcome may be another's: each is sent again alone.
     """
 
     answer: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Nothing was, and nothing ever will be while the entry at `place` is among them; None: it is not said which."""
+    """Nothing was accepted, because of the entry at `place`, or an unknown one if None."""
 
     reason: str
     place: int | None = None
@@ -52,7 +52,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class TryLater:
-    """Nothing was taken, through no fault of the entries. `wait_s` is how long we are asked to wait."""
+    """Nothing was accepted, whatever the entries. `wait_s` is the wait that the service asks for."""
 
     reason: str
     wait_s: float | None = None
@@ -62,7 +62,7 @@ ServiceAnswer = Accepted | Rejected | TryLater
 
 
 def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPError) -> ServiceAnswer:
-    """What became of entries that were sent. An error in other words than the service's says nothing of them."""
+    """Interpret an answer. Only the service's own error format decides about entries."""
     if not isinstance(response, httpx.Response):
         return TryLater(f"the service does not answer: {response!r}")
     answer: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
             met = {outcomes.get(name) for name in names_of(entry)}
             if reason := next((_REFUSALS[outcome] for outcome in _REFUSALS if outcome in met), None):
                 refused[at] = reason
-        # The refused that share a name with another entry: of several outcomes the service says the weakest.
+        # Of several outcomes for one name, the service reports the weakest.
         entries_about = Counter(name for entry in entries for name in set(names_of(entry)))
         return Accepted(
             answer,
@@ -97,12 +97,11 @@ def understand(entries: Sequence[Entry], response: httpx.Response | httpx.HTTPEr
 
 
 def names_of(entry: Entry) -> Sequence[str]:
-    """What the service calls that which an entry is about: replies, or else a run."""
+    """The service's names of an entry's subject: replies or a run."""
     return entry.get("msg_ids") or [f"{entry.get('task_id')}/{entry.get('run_id')}"]
 
 
-#: Seconds: between two looks for files of processes that ended; the first and the longest pause after a failure; and
-#: the longest that we wait because the service asks us to.
+#: Seconds: between searches for files of ended processes; first and longest pause after failures; longest Retry-After.
 _LOOK_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LONGEST_WAIT_S = 5.0, 0.2, 30.0, 300.0
 
 _MOST_ENTRIES = 1000
@@ -113,7 +112,7 @@ log = logging.getLogger(__name__)
 
 
 class Sender:
-    """Posts entries until the service has taken them or will never take them. The latter are set aside."""
+    """Posts entries until the service accepts or refuses them for good; refused ones are set aside."""
 
     def __init__(self, outbox: FeedbackOutbox, post: Post, hang_up: Callable[[], None]) -> None:
         self.outbox, self._post, self._hang_up = outbox, post, hang_up
@@ -123,7 +122,7 @@ class Sender:
         self._reset()
 
     def put(self, entries: Sequence[Entry]) -> None:
-        """Take entries: they are on disk when this returns. Raises FeedbackError or OSError."""
+        """Sync entries to disk. Raises FeedbackError or OSError."""
         if self._closing:
             raise FeedbackError("it is closed")
         self.outbox.put(entries)
@@ -132,14 +131,13 @@ class Sender:
             self._changed.notify_all()
 
     def start(self) -> None:
-        """Begin to send, if that was not done yet."""
         with self._starting:
             if self._thread is None and not self._closing:
                 self._thread = threading.Thread(target=self._run, name="tuneloop-feedback", daemon=True)
                 self._thread.start()
 
     def flush(self, timeout: float) -> bool:
-        """Try at once to send what waits, also of ended processes, for so many seconds; whether nothing waits."""
+        """Send at once, for up to `timeout` seconds, also for ended processes; whether all is sent."""
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
@@ -148,7 +146,7 @@ class Sender:
             )
 
     def close(self, timeout: float) -> bool:
-        """Flush, and stop. What is not sent waits on disk for the next process that opens the outbox."""
+        """Flush and stop. Unsent entries wait for the next process that opens the outbox."""
         if self._closing:
             return not self.outbox.pending
         done = self.flush(timeout) if self._thread else not self.outbox.pending
@@ -156,13 +154,13 @@ class Sender:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(timeout)  # it may be waiting for an answer, and ends then
+            self._thread.join(timeout)  # ends after a pending answer
         else:
             self._end()
         return done
 
     def after_fork(self) -> None:
-        """In the child there is no thread, and the files are the parent's."""
+        """Restart in a child, which has no thread and must not touch the parent's files."""
         running = self._thread is not None
         self.outbox.forget_parents_files()
         self._reset()
@@ -180,7 +178,7 @@ class Sender:
             try:
                 if time.monotonic() - looked >= _LOOK_S or not looked:
                     looked = time.monotonic()
-                    # Take over what processes that have ended left.
+                    # Adopt files of ended processes.
                     try:
                         self.outbox.look()
                     finally:
@@ -209,7 +207,7 @@ class Sender:
         self._hang_up()
 
     def _rest(self, seconds: float, *, until_put: bool = False) -> None:
-        """Wait, until a caller is in a hurry or, where nothing waits, until something does."""
+        """Wait until the timeout, a flush, or, with `until_put`, a new entry."""
         with self._changed:
             self._changed.notify_all()
             self._changed.wait_for(
@@ -218,7 +216,7 @@ class Sender:
             self._hurry = False
 
     def _deliver(self, entries: Sequence[Entry]) -> int:
-        """Send entries, in their order; return how many of them will never be taken."""
+        """Send entries in order; the number of refused ones."""
         refused, waiting = 0, [list(entries)] if entries else []
         while waiting:
             now = waiting.pop()
@@ -241,10 +239,10 @@ class Sender:
 
 
 def _posts(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-    """The entries in the calls that they are sent by: each has room for any one of them."""
+    """Split entries into calls within the service's limits."""
     cuts, size = [0], 0
     for place, entry in enumerate(entries):
-        length = sum(len(str(each)) for each in entry.values()) * 6  # as JSON of characters that are not ASCII
+        length = sum(len(str(each)) for each in entry.values()) * 6  # JSON escapes take 6 bytes
         if place > cuts[-1] and (size + length > MAX_ENTRY_BYTES or place - cuts[-1] >= _MOST_ENTRIES):
             cuts.append(place)
             size = 0

@@ -1,4 +1,4 @@
-"""What can be said of a reply, and how a reply is named."""
+"""Builds feedback entries: the verbs, and the ids of replies."""
 
 import json
 import math
@@ -11,12 +11,10 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from tuneloop.runner.rewards.composite import Score
 
-#: What LangChain calls messages whose own id it lost.
+#: LangChain's prefixes for messages that lost their own id.
 _LANGCHAIN_RUNS = ("run-", "lc_run-")
 
-_NO_ID = (
-    "it has no id of a reply: give a reply object of openai, Anthropic, LangChain or AgentScope, its JSON, or its id"
-)
+_NO_ID = "it has no reply id: give a reply object of openai, Anthropic, LangChain or AgentScope, its JSON, or its id"
 
 _LOST_ID = (
     "LangChain gives this message an id of its own: make the model with ChatOpenAI(include_response_headers=True), "
@@ -26,16 +24,14 @@ _LOST_ID = (
 
 @dataclass(frozen=True, slots=True)
 class WholeRun:
-    """Every reply of one attempt `run_id` at the task `task_id`, those too that are still to come."""
+    """All replies, past and future, of attempt `run_id` at task `task_id`."""
 
     task_id: str | int
     run_id: str | int
 
 
 def reply_id(reply: object, choice: int | None = None) -> str:
-    """The id of a reply, or of one of its choices: what feedback names it by.
-
-    Raises ValueError where there is none.
+    """The id of a reply or of one of its choices, as feedback names it. Raises ValueError.
 
     >>> reply_id({"id": "chatcmpl-1", "choices": []}, choice=1)
     'chatcmpl-1:1'
@@ -51,7 +47,7 @@ def reply_id(reply: object, choice: int | None = None) -> str:
 
 
 def subject_of(reply: object, choice: int | None = None) -> dict[str, Any]:
-    """The part of a feedback entry that says what it is about: `msg_ids`, or `task_id` and `run_id`."""
+    """The subject of a feedback entry: `msg_ids`, or `task_id` and `run_id`."""
     if isinstance(reply, Sequence) and not isinstance(reply, str):
         if not reply:
             raise ValueError("an empty list names no reply")
@@ -75,7 +71,7 @@ def _id_in(reply: object) -> str:
         if isinstance(found, str) and found.startswith(_LANGCHAIN_RUNS):
             raise ValueError(_LOST_ID)
     elif (found := _get(reply, "id")) is None:
-        # The events that begin Anthropic's streams and those of responses, and LangChain's generations.
+        # First events of Anthropic's and the responses' streams, and LangChain's generations.
         inner = next((each for each in (_get(reply, "message"), _get(reply, "response")) if each is not None), None)
         if inner is None or inner is reply:
             raise ValueError(f"{_kind(reply)}: {_NO_ID}")
@@ -93,10 +89,10 @@ def _kind(thing: object) -> str:
     return type(thing).__name__
 
 
-#: An entry of the list under `feedback` of a body.
+#: An entry of `feedback` in a request body.
 Entry = dict[str, Any]
 
-#: What the service takes: characters of a name, the size of a number; and half of the bytes that it takes at once.
+#: The service's limits: characters of a name, magnitude of a number; and half of its largest body.
 MAX_NAME, MAX_REWARD, MAX_ENTRY_BYTES = 256, 1e6, 4 << 20
 
 _NAMES = ("metric", "source", "idempotency_key", "task_id", "run_id")
@@ -105,10 +101,9 @@ Given = TypeVar("Given")
 
 
 class Options(TypedDict, total=False):
-    """What may be said beside: of which `choice`, under which `metric`, by which `source`, and when it happened.
+    """Options of a verb: `choice`, `metric`, `source`, and `time` (seconds since 1970 or a datetime; default now).
 
-    `time` is seconds since 1970 or a datetime, and now by default. With the same `key`, the same thing is not taken
-    twice. `task_id` and `run_id` name the reply's own task and run, where its request did not.
+    The service accepts a `key` once. `task_id` and `run_id` name the reply's task and run if its request did not.
     """
 
     choice: int | None
@@ -121,16 +116,16 @@ class Options(TypedDict, total=False):
 
 
 class FeedbackVerbs(Generic[Given]):
-    """What can be said; where it goes, subclasses say in `_take`. All raise ValueError for what makes no sense.
+    """The verbs of feedback; subclasses deliver in `_take`. Raise ValueError for invalid arguments.
 
     `reply` is a reply object of openai, Anthropic, LangChain or AgentScope, its JSON, its id, or a list of them; or a
-    whole run: an object, or a mapping, with `task_id` and `run_id`, such as `WholeRun`.
+    whole run: an object or mapping with `task_id` and `run_id`, such as `WholeRun`.
     """
 
     _source: str | None = None
 
     def reward(self, reply: object, value: float | Score, **options: Unpack[Options]) -> Given:
-        """A number of at most 1e6 in size, or a Score, whose components are sent too, each under its own metric."""
+        """A number within ±1e6, or a Score, whose components are sent under their own metrics."""
         if isinstance(value, Score):
             parts = {"reward": value.total} | {name: each for name, each in value.values.items() if each is not None}
             entries = [{"metric": name, "value": _number(each)} for name, each in parts.items()]
@@ -138,34 +133,31 @@ class FeedbackVerbs(Generic[Given]):
         return self._take(self._entries(reply, [{"reward": _number(value)}], options))
 
     def thumb(self, reply: object, up: bool, **options: Unpack[Options]) -> Given:
-        """A thumb, up or down."""
         if not isinstance(up, bool):
             raise ValueError(f"up: {up!r} is neither True nor False")
         return self._take(self._entries(reply, [{"value": up}], options))
 
     def thumbs_up(self, reply: object, **options: Unpack[Options]) -> Given:
-        """A thumb up."""
         return self.thumb(reply, True, **options)
 
     def thumbs_down(self, reply: object, **options: Unpack[Options]) -> Given:
-        """A thumb down."""
         return self.thumb(reply, False, **options)
 
     def label(self, reply: object, label: str, **options: Unpack[Options]) -> Given:
-        """A label of at most 256 characters. Its metric is `reward` unless you name another."""
+        """A label of at most 256 characters; its metric is `reward` by default."""
         return self._take(self._entries(reply, [{"value": _name(label, "label")}], options))
 
     def comment(self, reply: object, text: str, **options: Unpack[Options]) -> Given:
-        """A comment: kept, and never part of the reward."""
+        """A comment: kept, never part of the reward."""
         return self._take(self._entries(reply, [{"comment": _text(text, "comment")}], options))
 
     def edit(self, reply: object, answer: str | Mapping[str, Any], **options: Unpack[Options]) -> Given:
-        """The answer as it should have been: its text, or a message of the assistant."""
+        """The correct answer: its text, or an assistant message."""
         better = dict(answer) if isinstance(answer, Mapping) else _text(answer, "answer")
         return self._take(self._entries(reply, [{"demonstration": better}], options))
 
     def prefer(self, better: object, worse: object, **options: Unpack[Options]) -> Given:
-        """That one reply is better than another. To name choices: `prefer(reply_id(a, 0), reply_id(a, 1))`."""
+        """One reply is better than another. For choices: `prefer(reply_id(a, 0), reply_id(a, 1))`."""
         preference = {"preferred_over": reply_id(worse)}
         if "msg_ids" not in (about := subject_of(better, options.get("choice"))) or len(about["msg_ids"]) != 1:
             raise ValueError("better: name one reply, not a run or several replies")
@@ -174,7 +166,7 @@ class FeedbackVerbs(Generic[Given]):
         return self._take(self._entries(better, [preference], options))
 
     def retract(self, reply: object, **options: Unpack[Options]) -> Given:
-        """Take back what the same source said of it under `metric`, which is `reward` unless you name another."""
+        """Withdraw the same source's feedback under `metric`, `reward` by default."""
         return self._take(self._entries(reply, [{"retract": True}], options))
 
     def _take(self, entries: Sequence[Entry]) -> Given:
@@ -184,7 +176,7 @@ class FeedbackVerbs(Generic[Given]):
         about = subject_of(reply, options.get("choice")) | dict(_beside(options, self._source))
         entries = [about | dict(each) for each in parts]
         for each in entries:
-            # Raise ValueError for what the service would refuse for ever.
+            # Refuse here what the service would refuse.
             for field in _NAMES:
                 if field in each:
                     _name(each[field], field)
@@ -216,7 +208,7 @@ def _beside(options: Options, source: str | None) -> Iterator[tuple[str, Any]]:
 
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        # As those of numpy and torch are.
+        # Scalars of numpy and torch.
         try:
             value = value.item()  # type: ignore[attr-defined]
         except (AttributeError, ValueError, RuntimeError):

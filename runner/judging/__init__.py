@@ -1,1 +1,1 @@
-"""An LLM as a judge, and the rubrics it judges by."""
+"""Language models as judges, and their rubrics."""

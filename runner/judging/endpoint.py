@@ -1,6 +1,6 @@
-"""Asks a model behind an OpenAI-compatible endpoint for one answer in JSON, with patience, blocking or not.
+"""Asks a model behind an OpenAI-compatible endpoint for one JSON answer, with retries, blocking or async.
 
-What is asked next is decided by a generator that does no input or output (`_conversation`); two loops drive it.
+The generator `_conversation` decides on the next request without I/O; two loops drive it.
 """
 
 import asyncio
@@ -20,42 +20,41 @@ from tuneloop.runner.errors import JudgeAway, JudgeFailed
 from tuneloop.runner.http_client import absolute_url, header_of_key
 from tuneloop.runner.judging.prompts import Prompt
 
-#: The longest that we wait by ourselves before asking again. A longer wait raises JudgeAway.
+#: Longest wait before a retry. A longer one raises JudgeAway.
 MAX_WAIT_S = 30.0
 
-#: Fields that some endpoints do not know: left out where they refuse them. `store` keeps the question out of storage;
-#: a tuneloop honours it, so that judging never becomes training data.
+#: Fields that are dropped if an endpoint refuses them. `store`: false keeps judging out of a tuneloop's training data.
 _OPTIONAL = ("response_format", "temperature", "store")
 
-#: Characters of an error in which it says what is wrong.
-_TELLING = 300
+#: Characters at the start of an error that are searched for its cause.
+_ERROR_START = 300
 
-#: What is read of an answer's headers.
-_TOLD = frozenset({"content-type", "retry-after"})
+#: Headers that are kept of an answer.
+_HEADERS_READ = frozenset({"content-type", "retry-after"})
 
 _BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _NOT_LET_IN = frozenset({401, 402, 403, 404, 405})
 
 
 class Answer(NamedTuple):
-    """What the model wrote, and the tokens that it took (0 where the endpoint does not say)."""
+    """The model's text, and its tokens (0 if the endpoint does not report them)."""
 
     text: str
     prompt_tokens: int
     completion_tokens: int
 
 
-#: What to do next: post a body, or wait so many seconds.
+#: The next step: a body to post, or seconds to wait.
 _Step = dict[str, Any] | float
 _Response = httpx.Response | httpx.HTTPError | None
 
 
 @dataclass(kw_only=True)
 class Endpoint:
-    """An OpenAI-compatible endpoint: `base_url` ends in /v1, as OpenAI's clients want it.
+    """An OpenAI-compatible endpoint: `base_url` ends in /v1, as in OpenAI's clients.
 
-    `temperature` None is not sent. `timeout` is in seconds, of one request; `retries` are for what passes: no
-    connection, 429, 5xx. At most `concurrency` requests are under way at once, of each of the two kinds.
+    `temperature` None is not sent. `timeout` is per request, in seconds; `retries` apply to connection errors, 429 and
+    5xx. At most `concurrency` blocking and as many async requests run at once.
     """
 
     base_url: str
@@ -78,7 +77,7 @@ class Endpoint:
         self._async_client = httpx.AsyncClient(timeout=self.timeout, headers=headers)
 
     def ask(self, prompt: Prompt, schema: Mapping[str, Any]) -> Answer:
-        """One answer, which should fit the schema. Raises JudgeError if there is none."""
+        """One answer that should fit the schema. Raises JudgeError."""
         talk = self._conversation(prompt, schema)
         response: _Response = None
         with self._places:
@@ -94,7 +93,7 @@ class Endpoint:
                     response = self._post(step)
 
     async def ask_async(self, prompt: Prompt, schema: Mapping[str, Any]) -> Answer:
-        """The same without blocking. Use it in one event loop only."""
+        """As `ask`, async. Use it in one event loop only."""
         talk = self._conversation(prompt, schema)
         response: _Response = None
         async with self._async_places:
@@ -114,13 +113,13 @@ class Endpoint:
         self._client.close()
 
     async def close_async(self) -> None:
-        """Close those of `ask_async`, and of `ask`."""
+        """Close the connections of `ask_async` and `ask`."""
         await self._async_client.aclose()
         self.close()
 
     @contextmanager
     def open(self) -> Iterator["Endpoint"]:
-        """Itself, closed in the end."""
+        """Yield itself, and close it at the end."""
         try:
             yield self
         finally:
@@ -132,13 +131,13 @@ class Endpoint:
         try:
             with self._client.stream("POST", self._url, json=body) as response:
                 for piece in response.iter_bytes():
-                    # httpx only bounds the time between two bytes.
+                    # httpx bounds only the time between two bytes.
                     if time.monotonic() > until:
                         return httpx.ReadTimeout(f"no answer in {self.timeout:g} s")
                     read += piece
         except httpx.HTTPError as error:
             return error
-        headers = {name: value for name, value in response.headers.items() if name in _TOLD}
+        headers = {name: value for name, value in response.headers.items() if name in _HEADERS_READ}
         return httpx.Response(response.status_code, headers=headers, content=bytes(read), request=response.request)
 
     async def _post_async(self, body: dict[str, Any]) -> _Response:
@@ -151,7 +150,7 @@ class Endpoint:
             return httpx.ReadTimeout(f"no answer in {self.timeout:g} s")
 
     def _conversation(self, prompt: Prompt, schema: Mapping[str, Any]) -> Generator[_Step, _Response, Answer]:
-        """What to do next, until there is an answer."""
+        """Yield the next step until there is an answer."""
         shape = {"name": "answer", "strict": True, "schema": schema}
         body: dict[str, Any] = {
             "model": self.model,
@@ -176,11 +175,11 @@ class Endpoint:
             barred, wait = False, None
             if isinstance(response, httpx.Response):
                 status, wait = response.status_code, retry_after_s(response)
-                barred = status in _NOT_LET_IN or response.is_redirect  # until a setting is changed
+                barred = status in _NOT_LET_IN or response.is_redirect  # permanent until a setting changes
                 if not barred and status not in _BUSY and status < 500:
                     raise JudgeFailed(*_refusal(response))
             away = JudgeAway(*_refusal(response), retry_after_s=wait)
-            if wait is None:  # half a second, and twice as long each time; not everybody's at once
+            if wait is None:  # exponential with jitter, from 0.5 s
                 wait = min(MAX_WAIT_S, 0.5 * 2 ** (self.retries - left)) * random.uniform(0.5, 1.0)
             if left <= 0 or wait > MAX_WAIT_S or barred:
                 raise away
@@ -189,21 +188,21 @@ class Endpoint:
 
 
 def _unknown_field(response: httpx.Response, body: Mapping[str, Any]) -> str | None:
-    """The field of ours that the endpoint does not take. Only `response_format` is tried without being named."""
+    """The optional field that the endpoint refuses; `response_format` also if no field is named."""
     if response.status_code not in {400, 422, 501}:
         return None
-    # Not the whole text: what is quoted at its end may be a user's words.
-    named = next((name for name in _OPTIONAL if name in body and name in response.text[:_TELLING]), None)
+        # Only the start: the end may quote a user's text.
+    named = next((name for name in _OPTIONAL if name in body and name in response.text[:_ERROR_START]), None)
     return named or ("response_format" if "response_format" in body else None)
 
 
 def retry_after_s(response: httpx.Response) -> float | None:
-    """How many seconds the server asks us to wait, by a number or a date; None where it says neither."""
-    said = response.headers.get("retry-after", "")
+    """Seconds of a Retry-After header, from a number or a date; None without one."""
+    value = response.headers.get("retry-after", "")
     try:
-        if said.strip().replace(".", "", 1).isdigit() and said.isascii():
-            return float(said)
-        return max(0.0, email.utils.parsedate_to_datetime(said).timestamp() - time.time())
+        if value.strip().replace(".", "", 1).isdigit() and value.isascii():
+            return float(value)
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except (ValueError, OverflowError):
         return None
 
@@ -215,10 +214,10 @@ def _refusal(response: _Response) -> tuple[str, str]:
 
 
 def _answer(response: httpx.Response) -> Answer:
-    """What the model said. Raises JudgeFailed unless it said it to the end."""
+    """The model's text. Raises JudgeFailed unless it is complete."""
     try:
-        said = json.loads(response.content)
-        choice, usage = said["choices"][0], said.get("usage") or {}
+        body = json.loads(response.content)
+        choice, usage = body["choices"][0], body.get("usage") or {}
         text, ending = choice["message"]["content"], choice.get("finish_reason")
         tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Judges: a model that scores and compares replies by criteria."""
+"""Scores replies by criteria with a language model."""
 
 import asyncio
 import os
@@ -13,16 +13,16 @@ from tuneloop.runner.judging.prompts import Prompt, object_in, scores_in, scorin
 from tuneloop.runner.judging.rubric import DEFAULT_CRITERIA, Rubric
 from tuneloop.runner.rewards.reply import Reply
 
-#: More whole numbers than these are no list of choices any more.
+#: Largest number of scores listed as an enum in the schema.
 _MOST_CHOICES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the judge says of a reply.
+    """A judge's verdict on a reply.
 
-    `scores` and `total`, their weighted mean, are on the rubric's scale; `normalised` and `shares` are the same from 0
-    to 1. With several samples they are the means. `reason` is the judge's own.
+    `scores` and their weighted mean `total` are on the rubric's scale; `shares` and `normalised` are the same in [0,
+    1]. Several samples are averaged. `reason` is the judge's text.
     """
 
     scores: Mapping[str, float]
@@ -36,7 +36,7 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Judge:
-    """A model that judges, behind an Endpoint, by a rubric. More `samples` than one need a `temperature` above 0."""
+    """A judge model with a rubric. Several `samples` need a `temperature` above 0."""
 
     base_url: str
     model: str
@@ -51,7 +51,7 @@ class Judge:
     concurrency: int = 8
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what makes no sense."""
+        """Raises ValueError."""
         self.rubric = Rubric(criteria=self.criteria, weights=self.weights, scale=self.scale)
         if self.samples < 1:
             raise ValueError("samples must be at least 1")
@@ -59,25 +59,24 @@ class Judge:
         self.endpoint = Endpoint(**{name: getattr(self, name) for name in names})
 
     def score(self, reply: Reply) -> Verdict:
-        """Judge a reply. Raises JudgeFailed if the judge has no usable verdict on it, JudgeAway if it is not there."""
+        """Judge a reply. Raises JudgeFailed without a usable verdict, JudgeAway if the judge is unavailable."""
         question = self._question(reply)
         return self._verdict([self.endpoint.ask(*question) for _ in range(self.samples)])
 
     async def score_async(self, reply: Reply) -> Verdict:
-        """The same without blocking. Use it in one event loop only."""
+        """As `score`, async. Use it in one event loop only."""
         question = self._question(reply)
         return self._verdict(await _all([self.endpoint.ask_async(*question) for _ in range(self.samples)]))
 
     def reward(self, reply: Reply) -> float:
-        """The verdict as one number from 0 to 1: a component of a Composite."""
+        """The verdict in [0, 1], as a component of a Composite."""
         return self.score(reply).normalised
 
     def close(self) -> None:
-        """Close the connections that blocking questions were asked over."""
+        """Close the blocking connections."""
         self.endpoint.close()
 
     async def close_async(self) -> None:
-        """Close all connections."""
         await self.endpoint.close_async()
 
     def _question(self, reply: Reply) -> tuple[Prompt, dict[str, Any]]:
@@ -119,7 +118,7 @@ class Judge:
 
 
 async def _all(asked: Sequence[Any]) -> list[Answer]:
-    """All answers; where one raises, the others are not waited for."""
+    """All answers; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in asked]
@@ -132,7 +131,7 @@ _TOTAL = "total"
 
 
 class LLMJudge:
-    """Scores a response by criteria, where OPENAI_BASE_URL says by default. `rules` are arguments of a Judge."""
+    """Scores a response by criteria; the endpoint defaults to OPENAI_BASE_URL. `rules` are arguments of a Judge."""
 
     def __init__(
         self,
@@ -143,7 +142,7 @@ class LLMJudge:
         api_key: str | None = None,
         **rules: Any,
     ) -> None:
-        """Raises ValueError for what makes no sense, and where nothing says which endpoint gets conversations."""
+        """Raises ValueError for invalid arguments or without an endpoint."""
         url = base_url or os.environ.get("OPENAI_BASE_URL")
         if not url:
             raise ValueError("base_url: name the endpoint that judges, here or in OPENAI_BASE_URL")
@@ -154,19 +153,18 @@ class LLMJudge:
         self.judge = Judge(base_url=url, model=model, api_key=key, criteria=named, **rules)
 
     def evaluate(self, user_input: str, agent_response: str) -> dict[str, float]:
-        """The score of each criterion, and their weighted mean as `total`. Raises JudgeFailed, JudgeAway."""
+        """The score of each criterion, and the weighted mean as `total`. Raises JudgeFailed, JudgeAway."""
         return _by_name(self.judge.score(_reply(user_input, agent_response)))
 
     async def evaluate_async(self, user_input: str, agent_response: str) -> dict[str, float]:
-        """The same without blocking. Use it in one event loop only."""
+        """As `evaluate`, async. Use it in one event loop only."""
         return _by_name(await self.judge.score_async(_reply(user_input, agent_response)))
 
     def close(self) -> None:
-        """Close the connections that blocking questions were asked over."""
+        """Close the blocking connections."""
         self.judge.close()
 
     async def close_async(self) -> None:
-        """Close all connections."""
         await self.judge.close_async()
 
 

@@ -1,4 +1,4 @@
-"""What a judge is asked, and what is read of its answer."""
+"""Writes a judge's prompts and parses its answers."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ from tuneloop.runner.rewards.reply import Message, Reply, text_of
 
 Prompt = list[dict[str, str]]
 
-#: Characters of a conversation and of a reply that the judge is shown; of longer ones the middle is left out.
+#: Characters of a conversation and of a reply that a prompt shows; the middle of longer ones is cut.
 MAX_SHOWN = 60_000
 
 _FAIR = (
@@ -22,7 +22,7 @@ _FAIR = (
 
 
 def scoring_prompt(reply: Reply, criteria: Mapping[str, str], scale: tuple[int, int]) -> Prompt:
-    """Score one reply by each criterion."""
+    """A prompt to score one reply by each criterion."""
     data = {"conversation": conversation(reply.messages), "reply": reply_text(reply)}
     if reply.expected is not None:
         data["reference"] = format_expected(reply.expected)
@@ -40,7 +40,7 @@ def scoring_prompt(reply: Reply, criteria: Mapping[str, str], scale: tuple[int, 
 
 
 def rubric_prompt(examples: Sequence[tuple[str, str, str]], criteria: int) -> Prompt:
-    """Write criteria from (prompt, good, bad) examples."""
+    """A prompt to write criteria from (prompt, good, bad) examples."""
     data: dict[str, str] = {}
     for number, (prompt, good, bad) in enumerate(examples, start=1):
         data |= {f"prompt-{number}": prompt, f"good-{number}": good, f"bad-{number}": bad}
@@ -57,7 +57,7 @@ def rubric_prompt(examples: Sequence[tuple[str, str, str]], criteria: int) -> Pr
 
 
 def conversation(messages: Sequence[Message]) -> str:
-    """Chat messages as the judge reads them, each under its role."""
+    """Chat messages as text, each under its role."""
     shown = []
     for each in messages:
         calls: Any = each.get("tool_calls")
@@ -69,25 +69,24 @@ def conversation(messages: Sequence[Message]) -> str:
 
 
 def reply_text(reply: Reply) -> str:
-    """The reply as the judge reads it: its text, then those of its tool calls that the conversation does not show."""
+    """The reply's text, then the tool calls that the conversation lacks."""
     calls = [f"[calls {each.name}] {json.dumps(each.arguments, ensure_ascii=False)}" for each in reply.tool_calls]
     return "\n".join([*([reply.text] if reply.text else []), *calls[reply.shown :]])
 
 
 def format_expected(value: object) -> str:
-    """A reference answer as the judge reads it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _prompt(data: Mapping[str, str], task: str) -> Prompt:
-    # A judge that quotes the end of a thought, with a verdict after it, would seem to have ended its own there.
+    # The data must not contain the end of a thought: a judge that quotes it would seem to end its own thought.
     cut, half = {}, MAX_SHOWN // 2
     for name, text in data.items():
-        # Half of a surrogate pair cannot be sent.
+        # An unpaired surrogate cannot be encoded.
         whole = text.replace("</think>", "</ think>").encode(errors="replace").decode()
         left_out = f"\n[… {len(whole) - 2 * half} characters left out …]\n"
         cut[name] = whole if len(whole) <= MAX_SHOWN else f"{whole[:half]}{left_out}{whole[-half:]}"
-    # The author of the data would have to write a digest of that data.
+    # The data's author cannot know a digest that covers the data.
     mark = hashlib.sha256(json.dumps(cut).encode()).hexdigest()[:16]
     shown = "\n".join(f"<{name}-{mark}>\n{text}\n</{name}-{mark}>" for name, text in cut.items())
     return [{"role": "system", "content": _FAIR}, {"role": "user", "content": f"{shown}\n\n{task}"}]
@@ -97,10 +96,9 @@ _OPENS, _CLOSES = "<think>", "</think>"
 
 
 def object_in(text: str, key: str) -> dict[str, Any]:
-    """The one JSON object in the text that has the key. Raises JudgeFailed if there is none, or any doubt which it is.
+    """The only JSON object in the text with the key. Raises JudgeFailed if there is none, several, or broken JSON.
 
-    A judge that quotes what it judges may quote a verdict: so several are refused, and so is a brace that is no part of
-    a whole object, for what follows it may stand in a quotation. What it thought before is not looked at.
+    A judge may quote a verdict from what it judges, so any ambiguity is refused. The judge's thought is ignored.
 
     >>> object_in('I would say: {"scores": {"tone": 4}}', "scores")
     {'scores': {'tone': 4}}
@@ -113,7 +111,7 @@ def object_in(text: str, key: str) -> dict[str, Any]:
 
 
 def scores_in(answer: Mapping[str, Any], criteria: Iterable[str], scale: tuple[int, int]) -> dict[str, float]:
-    """The score of each criterion. Raises JudgeFailed unless there is just one, on the scale, for each."""
+    """The score of each criterion. Raises JudgeFailed unless exactly these are on the scale."""
     scores, wanted = answer.get("scores"), list(criteria)
     if not isinstance(scores, dict) or scores.keys() != set(wanted):
         raise JudgeFailed(f"the judge's answer does not score just {', '.join(wanted)}", str(scores))
@@ -124,19 +122,19 @@ def scores_in(answer: Mapping[str, Any], criteria: Iterable[str], scale: tuple[i
 
 
 def words_in(answer: Mapping[str, Any], key: str) -> str:
-    """A text of the answer; empty if there is none."""
+    """A text of the answer, or ""."""
     words = answer.get(key)
     return words if isinstance(words, str) else ""
 
 
 def _without_thought(text: str) -> str:
-    """The text after the thought, which some chat templates open themselves. Raises JudgeFailed if it has no end.
+    """The text after the thought, whose opening tag a template may add. Raises JudgeFailed if the thought has no end.
 
     >>> _without_thought('Four? {"scores": 4}? No.</think>{"scores": {"tone": 5}}')
     '{"scores": {"tone": 5}}'
     """
     thought, closed, after = text.partition(_CLOSES)
-    # What begins with an object may have the tag in a string of it.
+    # An object may contain the tag in a string.
     rest = after if closed and not thought.lstrip().startswith("{") else text
     if _OPENS in rest.partition("{")[0]:
         raise JudgeFailed("the judge's answer ends in the middle of a thought", text)
@@ -144,7 +142,7 @@ def _without_thought(text: str) -> str:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The outermost JSON objects in a text. Raises JudgeFailed for what only begins as one."""
+    """The outermost JSON objects of a text. Raises JudgeFailed for broken JSON."""
 
     def read_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

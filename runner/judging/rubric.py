@@ -1,4 +1,4 @@
-"""A rubric: the criteria by which replies are judged, and how much each counts. Written by hand, or by a model."""
+"""Defines rubrics: criteria and weights, written by hand or by a model."""
 
 import json
 import math
@@ -21,7 +21,7 @@ DEFAULT_CRITERIA: Mapping[str, str] = MappingProxyType(
     }
 )
 
-#: Names become part of metrics' names; an index of the database holds no more.
+#: Names become part of metric names, whose length a database index limits.
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}").fullmatch
 MAX_CRITERIA = 20
 MAX_DESCRIPTION = 2000
@@ -50,7 +50,7 @@ _WRITTEN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A question with a good and a bad answer, from which a rubric is written."""
+    """A question with a good and a bad answer."""
 
     prompt: str
     good: str
@@ -59,9 +59,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rubric:
-    """Criteria by name, in the words that the judge reads; `weights` are 1 where not given; whole numbers as scores.
-
-    Raises ValueError if it makes no sense.
+    """Criteria by name with their descriptions; `weights` default to 1; scores are whole numbers. Raises ValueError.
 
     >>> rubric = Rubric(criteria={"tone": "Is it friendly?", "truth": "Is it true?"}, weights={"truth": 3.0})
     >>> rubric.total({"tone": 5, "truth": 1}), rubric.normalise(2.0)
@@ -77,22 +75,21 @@ class Rubric:
             raise ValueError(mistake)
 
     def weight(self, criterion: str) -> float:
-        """How much a criterion counts."""
         return self.weights.get(criterion, 1.0)
 
     def total(self, scores: Mapping[str, float]) -> float:
-        """The weighted mean of the criteria's scores, on their scale."""
+        """The weighted mean of the scores, on their scale."""
         whole = math.fsum(map(self.weight, self.criteria))
         return math.fsum(self.weight(name) * scores[name] for name in self.criteria) / whole
 
     def normalise(self, score: float) -> float:
-        """A score as a number from 0, the least of the scale, to 1."""
+        """Map a score from the scale to [0, 1]."""
         low, high = self.scale
         return (score - low) / (high - low)
 
     @classmethod
     def generate(cls, examples: Sequence[Example], endpoint: Endpoint, *, criteria: int = 4) -> "Rubric":
-        """A rubric of about so many criteria, written by a model from a few examples. Raises JudgeError."""
+        """A rubric of about so many criteria that a model writes from examples. Raises JudgeError."""
         if not examples:
             raise ValueError("a rubric needs at least one example")
         pairs = [(each.prompt, each.good, each.bad) for each in examples]
@@ -109,13 +106,13 @@ class Rubric:
             raise JudgeFailed("the judge wrote no rubric", str(error)) from None
 
     def save(self, path: Path) -> None:
-        """Write it as JSON, to be read by people and `load`."""
+        """Write JSON for people and `load`."""
         shown = {"criteria": dict(self.criteria), "weights": dict(self.weights), "scale": list(self.scale)}
         path.write_text(json.dumps(shown, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "Rubric":
-        """Read what `save` wrote. Raises OSError, or ValueError naming the file for anything else in it."""
+        """Raises OSError, or ValueError with the file's name."""
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(read, dict) or read.keys() - {"criteria", "weights", "scale"} or "criteria" not in read:
@@ -127,7 +124,6 @@ class Rubric:
 
 
 def _mistakes(rubric: Rubric) -> Any:
-    """What is wrong with it."""
     if not isinstance(rubric.criteria, Mapping) or not 1 <= len(rubric.criteria) <= MAX_CRITERIA:
         yield f"criteria: must be 1 to {MAX_CRITERIA} names with their descriptions"
         return

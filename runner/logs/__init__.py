@@ -1,1 +1,1 @@
-"""Exchanges of a client with a model, read from where they were logged."""
+"""Readers of logged exchanges between clients and models."""

@@ -1,4 +1,4 @@
-"""A logged exchange, wherever it was read, which of them continue each other, and what cannot be read."""
+"""Defines a logged exchange and the readers of its parts; counts unreadable entries."""
 
 import codecs
 import json
@@ -12,14 +12,14 @@ from typing import Any
 from tuneloop.runner.errors import LogRefused
 from tuneloop.runner.rewards.reply import ChatMessage, calls_of, text_of
 
-#: What reading an entry raises that is not as it should be.
+#: Errors of an invalid entry.
 UNREADABLE = (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError)
 
-_NAMED = 3  # of each kind
+_NAMED = 3  # examples per kind in a report
 
 
 class BrokenEntries:
-    """What could not be read of one or several logs, and was left out; `strict` ends the reading at the first one.
+    """Counts the entries of logs that cannot be read; `strict` raises at the first one.
 
     >>> broken = BrokenEntries()
     >>> broken.add("not JSON", "log.jsonl:17", "Expecting value")
@@ -30,25 +30,23 @@ class BrokenEntries:
     def __init__(self, *, strict: bool = False) -> None:
         self._strict = strict
         self._first: defaultdict[str, list[str]] = defaultdict(list)
-        #: How many, by kind.
         self.counts: Counter[str] = Counter()
 
     def add(self, kind: str, where: str, why: object) -> None:
-        """Count one. Raises LogRefused if it is strict."""
-        said = f"{where}: {' '.join(str(why).split())[:200]}"
+        """Count one. Raises LogRefused if strict."""
+        entry = f"{where}: {' '.join(str(why).split())[:200]}"
         if self._strict:
-            raise LogRefused(said) from None
+            raise LogRefused(entry) from None
         self.counts[kind] += 1
         if len(self._first[kind]) < _NAMED:
-            self._first[kind].append(said)
+            self._first[kind].append(entry)
 
     @property
     def total(self) -> int:
-        """How many there are."""
         return self.counts.total()
 
     def report(self) -> Iterator[str]:
-        """A line for each kind, the most frequent first, with where the first ones stand."""
+        """A line per kind, most frequent first, with the places of the first entries."""
         for kind, count in self.counts.most_common():
             more = "; ..." if count > _NAMED else ""
             yield f"{count} {kind}: {'; '.join(self._first[kind])}{more}"
@@ -56,18 +54,17 @@ class BrokenEntries:
 
 _PREFIX = "tuneloop_"
 
-#: What says that something must not be trained on.
+#: Values that refuse training.
 _NO = frozenset({"false", "0", "no", "off"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedExchange:
-    """What was asked, and what was answered.
+    """A request and its reply.
 
-    `source` is its kind (`tuneloop`, `openai`), `place` the file or URL, and `exchange_id` its name
-    there. Exchanges with one `conversation` may continue each other. `train` is False where a person refused training
-    on it. `target`: the reply is an answer as it should be, not just what a model said. `at` is in seconds
-    since 1970.
+    `source` is the kind (`tuneloop`, `openai`), `place` the file or URL, `exchange_id` the id there. Exchanges with one
+    `conversation` may continue each other. `train` False: a person refused training. `target`: the reply is a correct
+    answer, not only a model's. `at` is in seconds since 1970.
     """
 
     source: str
@@ -87,16 +84,15 @@ class LoggedExchange:
 
     @property
     def transcript(self) -> tuple[ChatMessage, ...]:
-        """What was asked and what was answered."""
         return self.messages + self.reply
 
 
 def json_lines(path: Path, broken: BrokenEntries | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with one a line, each with its line's number. Without `broken` it raises LogRefused."""
+    """Objects of a JSON lines file with their line numbers. Raises LogRefused for a broken line without `broken`."""
     unread = broken if broken is not None else BrokenEntries(strict=True)
     try:
-        # Bytes that are no text are kept as surrogates, so that they spoil their line only.
-        with path.open("rb") as file:  # Windows' shells redirect what a program writes as UTF-16
+        # Undecodable bytes become surrogates, so that they break their line only.
+        with path.open("rb") as file:  # Windows shells redirect output as UTF-16
             encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
         with path.open(encoding=encoding, errors="surrogateescape") as file:
             for number, line in enumerate(file, start=1):
@@ -117,7 +113,7 @@ def _object(line: str, where: str, broken: BrokenEntries) -> dict[str, Any] | No
     except json.JSONDecodeError as error:
         broken.add("not JSON", where, f"not JSON: {error.msg} at character {error.colno}")
         return None
-    except (ValueError, RecursionError) as error:  # nested too deeply, or a number of too many digits
+    except (ValueError, RecursionError) as error:  # too deep, or too many digits
         broken.add("not JSON", where, f"not JSON: {error}")
         return None
     if not isinstance(read, dict):
@@ -127,7 +123,7 @@ def _object(line: str, where: str, broken: BrokenEntries) -> dict[str, Any] | No
 
 
 def may_train(*sources: object) -> bool:
-    """Whether no one of these refuses training: each is a request, a row, a span's attributes, or the metadata of one.
+    """Whether none of these refuses training: requests, rows, a span's attributes, or their metadata.
 
     >>> may_train({"metadata": {"tuneloop_train": "false"}}), may_train({"store": False}), may_train({"metadata": None})
     (False, False, True)
@@ -137,8 +133,8 @@ def may_train(*sources: object) -> bool:
             continue
         metadata = each.get("metadata")
         for place in (each, metadata if isinstance(metadata, Mapping) else {}):
-            for said in (place.get(name) for name in ("train", f"{_PREFIX}train", "tuneloop.train")):
-                if said is False or (isinstance(said, str) and said.strip().lower() in _NO):
+            for value in (place.get(name) for name in ("train", f"{_PREFIX}train", "tuneloop.train")):
+                if value is False or (isinstance(value, str) and value.strip().lower() in _NO):
                     return False
         if each.get("store") is False:
             return False
@@ -146,19 +142,19 @@ def may_train(*sources: object) -> bool:
 
 
 def labels_in(metadata: object) -> dict[str, str]:
-    """The task and the run that metadata names."""
+    """Task and run of some metadata."""
     given = metadata if isinstance(metadata, Mapping) else {}
     named = {name: given.get(_PREFIX + name, given.get(name)) for name in ("task_id", "run_id")}
     return {name: str(value) for name, value in named.items() if value is not None}
 
 
 def conversation_of(labels: Mapping[str, str], exchange_id: str) -> str:
-    """What keeps the calls of one run together; without a run each exchange stands alone."""
+    """The key of one run's calls; without a run, of one exchange."""
     return f"{labels.get('task_id', '')}/{labels['run_id']}" if "run_id" in labels else exchange_id
 
 
 def json_value(value: object) -> Any:
-    """What a JSON text says, None if it is none; what is no text is the value itself."""
+    """The value of a JSON text, None if invalid; other values as they are."""
     if not isinstance(value, str):
         return value
     try:
@@ -168,18 +164,18 @@ def json_value(value: object) -> Any:
 
 
 def objects(listed: object) -> tuple[dict[str, Any], ...]:
-    """The objects in a list, which may be its JSON text; nothing for anything else."""
+    """The objects of a list or of its JSON text; empty otherwise."""
     listed = json_value(listed)
     return tuple(each for each in listed if isinstance(each, dict)) if isinstance(listed, list) else ()
 
 
 def optional_text(value: object) -> str | None:
-    """A text, or a number as one; None for anything else."""
+    """A text, or an integer as text; None otherwise."""
     return str(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
 
 
 def optional_number(value: object) -> float | None:
-    """A finite number; None for anything else."""
+    """A finite number, or None."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
@@ -190,7 +186,7 @@ def optional_number(value: object) -> float | None:
 
 
 def essence_of(messages: Sequence[ChatMessage]) -> list[str]:
-    """Each message without what differs though it is the same: ids of calls, and how a client writes its parts."""
+    """Messages without call ids and without a client's form of parts, for comparison."""
     return [
         json.dumps(
             [each["role"], text_of(each.get("content")), [[call.name, call.arguments] for call in calls_of(each)]],

@@ -1,4 +1,4 @@
-"""Exchanges in files of requests and replies: OpenAI's formats, and a ledger's exports and stored completions."""
+"""Reads exchanges from OpenAI's file formats, from exports of a ledger, and from stored completions."""
 
 import hashlib
 import json
@@ -31,11 +31,10 @@ _RESPONSES = ("response", "completion", "output")
 
 
 def read_openai_jsonl(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
-    """The exchanges of a file. A line that is none is put to `broken`; without that it raises LogRefused.
+    """Read the exchanges of a file. An invalid line goes to `broken`, without which it raises LogRefused.
 
-    A line is an example to fine-tune with, {"messages": [..., the assistant's]}; a logged call, {"request": ...,
-    "response": ...}, where a response may stand as {"body": ...}, as in the files of OpenAI's batches; or the request's
-    and the response's fields in one object, {"messages": [...], "choices": [...]}.
+    A line is a fine-tuning example {"messages": [..., the assistant's]}; a logged call {"request": ..., "response":
+    ...}, whose response may be {"body": ...} as in batches of OpenAI; or request and response in one object.
     """
     unread = broken if broken is not None else BrokenEntries(strict=True)
     for number, row in json_lines(path, unread):
@@ -51,17 +50,17 @@ def _exchange(row: Mapping[str, Any], place: str) -> LoggedExchange:
     request = _part(row, _REQUESTS) or row
     response = _part(row, _RESPONSES) or (row if "choices" in row else {})
     if not isinstance(request.get("messages"), list):
-        raise ValueError("it has no messages, and no request that has some")
+        raise ValueError("it has no messages, and no request with messages")
     messages = tuple(chat_messages(request["messages"]))
     reply = tuple(chat_messages(response)) if response.get("choices") else ()
     example = not reply and bool(messages) and messages[-1]["role"] == "assistant"
     if example:
         messages, reply = messages[:-1], messages[-1:]
     if not messages:
-        raise ValueError("it asks nothing")
+        raise ValueError("it has no question")
     labels = labels_in(row.get("metadata")) | labels_in(request.get("metadata")) | labels_in(row)
     names = ((row, "msg_id"), (response, "id"), (row, "id"), (row, "custom_id"))
-    # Its own words name it, so that a file that has grown names what it had before as before.
+    # A digest of the content is stable when the file grows.
     words = hashlib.sha256(json.dumps(messages + reply, sort_keys=True).encode()).hexdigest()[:16]
     exchange_id = next((found for where, name in names if (found := optional_text(where.get(name)))), words)
     return LoggedExchange(
@@ -83,7 +82,7 @@ def _exchange(row: Mapping[str, Any], place: str) -> LoggedExchange:
 
 
 def _part(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | None:
-    """The request or the response of a row, which may be JSON text, or stand in an envelope with a body."""
+    """The request or the response of a row, also as JSON text or in an envelope with a body."""
     for name in names:
         value = row.get(name)
         if isinstance(value, str) and value.lstrip().startswith("{"):
@@ -94,9 +93,9 @@ def _part(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | No
     return None
 
 
-#: Why nothing is trained on a row: its client forbade it, or it is kept for comparing versions.
+#: Reasons that keep a row out of training: the client's refusal, or comparing versions.
 _KEPT_OUT = frozenset({"opt_out", "held_out", "side_request"})
-#: Why a row's text is no answer.
+#: Reasons why a row has no usable text.
 _NO_REPLY = frozenset({"cut_off", "empty"})
 
 _PAGE = 100
@@ -104,17 +103,17 @@ _TIMEOUT_S = 30.0
 
 
 def read_export(path: Path, broken: BrokenEntries | None = None) -> Iterator[LoggedExchange]:
-    """The exchanges of an exported file of JSON lines: `experiences`, `sft`, `dpo` or `kto`, by their fields.
+    """Read an exported file of JSON lines: `experiences`, `sft`, `dpo` or `kto`, recognised by their fields.
 
-    Of `experiences` the newest correction of each choice counts, and rows without messages are left out. A line that
-    is no row of these is put to `broken`; without that it raises LogRefused.
+    Of `experiences`, only the newest correction of a choice counts, and rows without messages are skipped. An invalid
+    line goes to `broken`, without which it raises LogRefused.
     """
     unread = broken if broken is not None else BrokenEntries(strict=True)
     last: tuple[str, int] | None = None
     waiting: LoggedExchange | None = None
     for number, row in json_lines(path, unread):
         try:
-            # The corrections of one choice follow each other. Other formats have one row of each.
+            # The corrections of one choice are adjacent; other formats have one row per answer.
             key = (str(row["msg_id"]), int(row["choice"])) if "prompt_ids" in row else ("", number)
             read = _of_row(row, str(path))
         except UNREADABLE as error:
@@ -146,7 +145,7 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
         reason = row.get("reason")
         edits = [each["text"] for each in row.get("feedback") or () if each.get("kind") == "demonstration"]
         demonstration: list[ChatMessage] = []
-        if edits and isinstance(edits[-1], str):  # the answer as it was edited last
+        if edits and isinstance(edits[-1], str):  # the last correction
             edited = json_value(edits[-1])
             demonstration = chat_messages(edited if isinstance(edited, dict) and "role" in edited else edits[-1])
         message = {"role": "assistant", "content": row.get("text"), "tool_calls": list(objects(row.get("tool_calls")))}
@@ -176,7 +175,7 @@ def _of_row(row: Mapping[str, Any], place: str) -> LoggedExchange | None:
 def read_stored_completions(
     url: str, *, api_key: str | None = None, metadata: Mapping[str, str] | None = None
 ) -> Iterator[LoggedExchange]:
-    """The stored completions of a service, the oldest first, of just this `metadata`. Raises ServiceRefused."""
+    """Stored completions of a service with exactly this `metadata`, oldest first. Raises ServiceRefused."""
     base = f"{url.rstrip('/')}/v1/chat/completions"
     with httpx.Client(timeout=_TIMEOUT_S, headers=header_of_key(api_key)) as client:
         filters = {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
@@ -203,7 +202,7 @@ def read_stored_completions(
 
 
 def stored_turns(client: httpx.Client, url: str) -> list[ChatMessage]:
-    """The messages of a stored completion, which is at a URL. Raises ServiceRefused."""
+    """The messages of the stored completion at a URL. Raises ServiceRefused."""
     listed = _pages(client, f"{url}/messages", {})
     return chat_messages([{**each, "content": each.get("content_parts") or each.get("content")} for each in listed])
 
@@ -221,7 +220,7 @@ def _pages(client: httpx.Client, url: str, query: Mapping[str, str]) -> Iterator
 
 
 def ask_service(client: httpx.Client, method: str, url: str, **how: Any) -> dict[str, Any]:
-    """The object that a service answers with. Raises ServiceRefused."""
+    """The object in a service's answer. Raises ServiceRefused."""
     try:
         answer = client.request(method, url, **how)
         read = answer.json()

@@ -1,7 +1,7 @@
-"""The model that a workflow gets: an AgentScope chat model where AgentScope is installed, else an `openai` client.
+"""Makes a workflow's model: an AgentScope chat model if AgentScope is installed, otherwise an `openai` client.
 
-Each is bound to its run, takes down its calls in `run.calls`, and has the sampling parameters that were set for the
-model as defaults: what a call says itself wins.
+Each model belongs to a run, records its calls in `run.calls`, and applies default sampling parameters, which a call may
+override.
 """
 
 import importlib.util
@@ -15,27 +15,26 @@ from tuneloop.runner.errors import ExtraMissing
 from tuneloop.runner.models.run import Run, RunCalls
 from tuneloop.runner.models.transport import client_arguments
 
-#: Which kind of model a workflow gets: `auto` is AgentScope's if it is installed, else an `openai` client, synchronous
-#: for a plain function.
+#: `auto`: AgentScope's if installed, otherwise an `openai` client, synchronous for a plain function.
 ClientKind = Literal["auto", "agentscope", "async_openai", "openai"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEndpoint:
-    """Any OpenAI-compatible service, bound to no run: `base_url` with its `/v1`."""
+    """An OpenAI-compatible service without a run; `base_url` includes `/v1`."""
 
     base_url: str
     api_key: str = "none"
     calls: RunCalls = field(default_factory=RunCalls, compare=False, repr=False)
 
 
-#: What a model is bound to.
+#: The owner of a model's calls.
 CallsEndpoint = Run | ModelEndpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDefaults:
-    """The name that requests give as `model`, and what they say unless the call says it; None leaves it out."""
+    """The `model` of requests, and defaults of their parameters; None sends none."""
 
     model_name: str
     temperature: float | None = None
@@ -45,29 +44,29 @@ class CallDefaults:
     timeout_s: float = 600.0
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of a chat completion but for the thinking."""
+        """Request fields without the thinking."""
         fields = {"temperature": self.temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
         return {name: value for name, value in fields.items() if value is not None}
 
     def extra_body(self) -> dict[str, Any]:
-        """The fields that OpenAI's own API does not have."""
+        """Request fields that OpenAI's API lacks."""
         return (
             {} if self.enable_thinking is None else {"chat_template_kwargs": {"enable_thinking": self.enable_thinking}}
         )
 
 
 def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKind = "auto", sync: bool = False) -> Any:
-    """A model whose every call belongs to `bound`. Raises ExtraMissing if the package for it is not installed."""
+    """A model whose calls belong to `bound`. Raises ExtraMissing without the package."""
     if client == "auto":
         client = "agentscope" if importlib.util.find_spec("agentscope") else "openai" if sync else "async_openai"
     if client == "agentscope":
         try:
             from agentscope import model as models
         except ImportError as error:
-            if importlib.util.find_spec("agentscope"):  # 1.x does not ask for all that it needs
+            if importlib.util.find_spec("agentscope"):  # 1.x does not declare all dependencies
                 why = f"AgentScope is installed, and cannot be imported ({error})"
                 raise ExtraMissing("agentscope1", why) from error
-            raise ExtraMissing("agentscope", "the workflow wants an AgentScope chat model") from error
+            raise ExtraMissing("agentscope", "the workflow needs an AgentScope chat model") from error
         arguments = {"base_url": bound.base_url, **client_arguments(bound.calls, defaults.timeout_s, sync=False)}
         if importlib.util.find_spec("agentscope.credential"):
             from agentscope.credential import OpenAICredential
@@ -81,7 +80,7 @@ def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKi
                 client_kwargs=arguments,
                 extra_body=defaults.extra_body() or None,
             )
-            found.model_name = defaults.model_name  # as 1.x and the clients of openai have it
+            found.model_name = defaults.model_name  # as in 1.x and in openai's clients
             return found
         generate: dict[str, Any] = defaults.sampling()
         if extra := defaults.extra_body():
@@ -96,7 +95,7 @@ def make_model(bound: CallsEndpoint, defaults: CallDefaults, *, client: ClientKi
 
 
 def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
-    """Which model a workflow wants: by the annotation of its parameter `model`, and whether it is a plain function."""
+    """The client that a workflow needs, by the annotation of `model`, and whether it is a plain function."""
     inner: Any = workflow
     while hasattr(inner, "func"):  # functools.partial
         inner = inner.func
@@ -111,7 +110,7 @@ def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
 
 
 def _with_defaults(options: Any, defaults: CallDefaults) -> Any:
-    """The options of a request for a reply, with the defaults for what it does not say."""
+    """Add the defaults to a request for a reply."""
     body = options.json_data
     if isinstance(body, dict) and str(options.url).endswith(("/chat/completions", "/completions")):
         merged = {**defaults.sampling(), **body}
@@ -124,7 +123,7 @@ def _with_defaults(options: Any, defaults: CallDefaults) -> Any:
 
 @lru_cache(maxsize=64)
 def _openai_classes(defaults: CallDefaults) -> tuple[Any, Any]:
-    """Clients with these defaults: classes, so that copies of a client (`with_options`) have them too."""
+    """Client classes with these defaults: subclasses, so that copies (`with_options`) keep them."""
     try:
         import openai
     except ImportError as error:

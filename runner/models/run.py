@@ -1,4 +1,4 @@
-"""One attempt at a task, the URL that binds every call to it, and the calls that it made."""
+"""Defines a run of a task: its URL for clients, and its calls."""
 
 import base64
 import json
@@ -9,11 +9,11 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall:
-    """One request for a reply, and what came of it.
+    """One request for a reply, and its outcome.
 
-    `msg_id` is the reply's id, under which feedback names it. `status` is HTTP's, 0 where no answer came. The counts of
-    tokens are None where the reply did not say them, as of a stream that was not asked to. `lost`: the service
-    could not answer, or broke its reply off. `request` is the same for the same request.
+    `msg_id` names the reply in feedback. `status` is HTTP's, 0 without an answer. Token counts are None if the reply
+    lacks them, as streams may. `lost`: the service could not answer, or broke the reply off. `request` is a hash of the
+    request.
     """
 
     path: str
@@ -29,25 +29,23 @@ class ModelCall:
 
     @property
     def answered(self) -> bool:
-        """Whether a reply came."""
         return 200 <= self.status < 300
 
 
 @dataclass(slots=True)
 class RunCalls:
-    """The calls of a run by our own model objects in this process, as they ended. Any thread may add to it."""
+    """The calls of a run by models of this process, in order of their end. Thread-safe."""
 
     made: list[ModelCall] = field(default_factory=list)
 
     def add(self, call: ModelCall) -> None:
-        """Take down a call."""
-        self.made.append(call)  # atomic, as far as threads go
+        self.made.append(call)  # atomic across threads
 
     def __iter__(self) -> Iterator[ModelCall]:
         return iter(list(self.made))
 
     def __len__(self) -> int:
-        """How many were answered."""
+        """The number of answered calls."""
         return sum(each.answered for each in self)
 
     def __bool__(self) -> bool:
@@ -55,17 +53,16 @@ class RunCalls:
 
     @property
     def msg_ids(self) -> list[str]:
-        """The ids of the replies."""
         return [each.msg_id for each in self if each.answered and each.msg_id is not None]
 
     @property
     def model_versions(self) -> list[int]:
-        """The versions that answered, each once, ascending."""
+        """Distinct versions that answered, ascending."""
         return sorted({each.model_version for each in self if each.model_version is not None})
 
     @property
     def outage(self) -> str | None:
-        """What the service failed to answer, in a sentence; None where it has answered the same request since."""
+        """A sentence about a call that the service failed to answer and that no later equal call repeated; or None."""
         made = list(self)
         well = [each for each in made if each.answered and not each.lost]
         for call in made:
@@ -77,21 +74,19 @@ class RunCalls:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of all prompts, each as long as it was sent."""
         return sum(each.prompt_tokens or 0 for each in self)
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all replies."""
         return sum(each.completion_tokens or 0 for each in self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredCalls:
-    """The replies that a run got, as its service stored them, whatever client asked for them.
+    """A run's replies as the service stored them, from any client.
 
-    Calls that continue one another are one sequence in training: `tokens` are prompts and replies call by call,
-    `merged_tokens` those of the sequences, and `breaks` say why there are several.
+    Training merges calls that continue one another into one sequence: `tokens` counts prompts and replies per call,
+    `merged_tokens` per sequence, and `breaks` say why there are several sequences.
     """
 
     calls: int
@@ -103,17 +98,17 @@ class StoredCalls:
 
     @classmethod
     def of(cls, counts: Mapping[str, Any]) -> Self:
-        """As the service says it. Raises LookupError or ValueError if it says something else."""
+        """Raises LookupError or ValueError for another answer."""
         numbers = {each.name: int(counts[each.name]) for each in fields(cls) if each.name != "breaks"}
         return cls(**numbers, breaks=tuple(map(str, counts.get("breaks") or ())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """An attempt `run_id` at the task `task_id`. `service` is the explorer's URL, without `/v1`.
+    """Attempt `run_id` at task `task_id`. `service` is the explorer's URL, without `/v1`.
 
-    Calls of a run with `train=False`, an evaluation, are kept and never trained on. `calls` are those that models of
-    ours made; a client that is only given `base_url` and `api_key` takes down none.
+    Calls of a run with `train=False`, an evaluation, are stored but not trained on. `calls` has those of our models,
+    not those of clients that only know `base_url` and `api_key`.
     """
 
     service: str
@@ -125,12 +120,12 @@ class Run:
 
     @property
     def base_url(self) -> str:
-        """What an OpenAI client takes as its `base_url`: requests below it belong to this run."""
+        """The `base_url` for OpenAI clients: requests below it belong to this run."""
         return f"{self.service.rstrip('/')}/run/{self.token}/v1"
 
     @property
     def token(self) -> str:
-        """The labels of its requests, as the path carries them: URL-safe base64, without padding, of a JSON object."""
+        """The run's labels in its URL: a JSON object in URL-safe base64 without padding."""
         labels = {"task_id": self.task_id, "run_id": self.run_id} | ({} if self.train else {"train": False})
         written = json.dumps(labels, separators=(",", ":"), ensure_ascii=False).encode()
         return base64.urlsafe_b64encode(written).rstrip(b"=").decode()

@@ -1,10 +1,10 @@
-"""HTTP clients that take down each request for a reply, over connections that all runs of a process share.
+"""HTTP transports that record each request for a reply, over connections that all runs of a process share.
 
-A client of its own for every run would read the certificates of the machine again for each, and open its own
-connections. The pools are one per event loop, and one for threads; a forked process begins with none of its parent's.
+A client per run would read the machine's certificates and open connections each time. Pools exist per event loop, and
+one for threads; a forked process starts with none.
 
-They are of the library that `openai` has its own clients of, httpx or from its version 3 on httpx2: between two of them
-it converts every request, which costs more than all else that a run does.
+The transports use the library of `openai`'s clients, httpx or from version 3 httpx2: converting requests between the
+two costs more than all else that a run does.
 """
 
 import asyncio
@@ -24,22 +24,22 @@ from typing import Any
 from tuneloop.runner.http_client import tls_context
 from tuneloop.runner.models.run import ModelCall, RunCalls
 
-#: The ends of the paths of requests for replies.
+#: Path endings of requests for replies.
 _SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")
 
-#: What a service answers that cannot do so now.
+#: Statuses of a service that is unavailable for now.
 _AWAY = {429, 502, 503, 504}
 
-#: What stands at the end of a stream that is whole, and of one that the service broke off.
+#: Marks at the end of a complete stream, and of one that the service broke off.
 _WHOLE = re.compile(rb"^(data: ?\[DONE\]|event: ?(message_stop|response\.(completed|incomplete)))", re.MULTILINE)
 _BROKEN = re.compile(rb'^(data: ?\{"error"|event: ?(error|response\.failed))', re.MULTILINE)
 _LONGEST_END = 40
 
-#: Of a stream, so many bytes of its end are looked at for what it cost.
+#: Bytes at the end of a stream that are searched for its usage.
 _TAIL = 32 << 10
 
-#: No bound of ours: the service has its own, and says what it does with requests beyond it. A connection is given up
-#: before the service does so, which would lose a request that goes out in that moment.
+#: Unbounded: the service has its own limit. Idle connections close before the service closes them: it would lose a
+#: request sent at that moment.
 _LIMITS = {"max_connections": None, "max_keepalive_connections": None, "keepalive_expiry": 3.0}
 
 _async_pools: dict[asyncio.AbstractEventLoop, "_LoopPools"] = {}
@@ -47,7 +47,7 @@ _pools: dict[tuple[int, str, str | None], Any] = {}
 
 
 def client_arguments(calls: RunCalls, timeout_s: float, *, sync: bool) -> dict[str, Any]:
-    """What an `openai` client takes. The environment is not asked: its proxies would go past the transport."""
+    """Arguments of an `openai` client. The environment is ignored: its proxies would bypass the transport."""
     library = _library()
     timeout = library.Timeout(timeout_s, connect=10.0)
     base, transport = (library.BaseTransport, _Transport) if sync else (library.AsyncBaseTransport, _AsyncTransport)
@@ -58,7 +58,7 @@ def client_arguments(calls: RunCalls, timeout_s: float, *, sync: bool) -> dict[s
 
 @lru_cache
 def _library() -> Any:
-    """The one that `openai` has, else httpx."""
+    """The HTTP library of `openai`, otherwise httpx."""
     try:
         from openai import DefaultAsyncHttpxClient
     except ImportError:
@@ -77,7 +77,6 @@ class _Transport:
         self._library, self._calls = library, calls
 
     def handle_request(self, request: Any) -> Any:
-        """Send a request; take it down when its response has been read, or left."""
         observed = _Observed(request, self._calls)
         try:
             key = os.getpid(), self._library.__name__, _proxy_of(request.url)
@@ -95,13 +94,12 @@ class _Transport:
 
 
 class _AsyncTransport:
-    """For clients in an event loop; the same client may be used in several loops, one after the other."""
+    """For event loops; a client may be used in several loops, one after the other."""
 
     def __init__(self, library: Any, calls: RunCalls) -> None:
         self._library, self._calls = library, calls
 
     async def handle_async_request(self, request: Any) -> Any:
-        """Send a request; take it down when its response has been read, or left."""
         observed = _Observed(request, self._calls)
         try:
             loop = asyncio.get_running_loop()
@@ -130,14 +128,14 @@ class _AsyncTransport:
 
 
 class _LoopPools(dict[tuple[str, str | None], Any]):
-    """The pools of an event loop, and what closes them."""
+    """The pools of one event loop, closed with it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self.closing = self._close_at_end(loop)
 
     async def _close_at_end(self, loop: asyncio.AbstractEventLoop) -> AsyncGenerator[None, None]:
-        """Is ended at the latest by the loop's `shutdown_asyncgens`."""
+        """Runs at the latest in the loop's `shutdown_asyncgens`."""
         try:
             yield
         finally:
@@ -148,7 +146,7 @@ class _LoopPools(dict[tuple[str, str | None], Any]):
 
 
 async def close_connections() -> None:
-    """Close the connections of the running event loop now; `asyncio.run` closes them in its end."""
+    """Close the running loop's connections now; otherwise `asyncio.run` closes them."""
     pools = _async_pools.pop(asyncio.get_running_loop(), None)
     if pools is not None:
         await pools.closing.aclose()
@@ -162,7 +160,7 @@ def _close_pools() -> None:
 
 
 def _proxy_of(url: Any) -> str | None:
-    """The proxy that the environment names for a URL; the machine's own services need none."""
+    """The environment's proxy for a URL, None for local services."""
     if url.host in {"127.0.0.1", "localhost", "::1"}:
         return None
     found = urllib.request.getproxies()
@@ -171,7 +169,7 @@ def _proxy_of(url: Any) -> str | None:
 
 
 class _Observed:
-    """A request until it is taken down, which happens once."""
+    """Records one request, once."""
 
     def __init__(self, request: Any, calls: RunCalls) -> None:
         self._path = request.url.path
@@ -201,7 +199,7 @@ class _Observed:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Take the call down when its body was read to the end, or broke; not where who reads it leaves off."""
+        """Record the call when its body is complete or broken; not when the reader stops early."""
         try:
             yield
         except Exception:
@@ -210,7 +208,7 @@ class _Observed:
         self.end(read=True)
 
     def end(self, *, read: bool = False, lost: bool = False) -> None:
-        """Take it down, as far as it got; `read`: to the end of what came."""
+        """Record the call; `read`: the body was read to the end."""
         add, self._add = self._add, None
         if add is None:
             return
@@ -218,7 +216,7 @@ class _Observed:
         headers, status = ({}, 0) if response is None else (response.headers, response.status_code)
         body = _last_event(bytes(self._data)) if self._streams else _object(bytes(self._data))
         version = headers.get("x-tuneloop-version")
-        # Of ours, the header is the id whatever the route and however little of a stream was read.
+        # Our header has the id for each route and each partial stream.
         msg_id = headers.get("x-request-id") if version is not None else body.get("id")
         usage = body.get("usage") or {}
         add(
@@ -276,7 +274,7 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _last_event(data: bytes) -> dict[str, Any]:
-    """The last event of a stream that says what it cost, else the last one that is an object."""
+    """The last event with usage, otherwise the last object."""
     last: dict[str, Any] = {}
     for line in reversed(data.split(b"\n")):
         if not line.startswith(b"data: {"):

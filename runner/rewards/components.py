@@ -1,4 +1,4 @@
-"""Components of rewards, ready-made: each a function of a reply; and rewards of them, by weights."""
+"""Provides reward components, each a function of a reply, and weighted rewards of them."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?
 
 
 def exact_match(*, ignore_case: bool = True) -> Component:
-    """1 if the text is `expected`, but for white space around it."""
+    """1 if the text equals `expected`, apart from surrounding white space."""
 
     def component(reply: Reply) -> float:
         given, right = reply.text.strip(), str(_expected_value(reply, "exact_match")).strip()
@@ -23,7 +23,7 @@ def exact_match(*, ignore_case: bool = True) -> Component:
 
 
 def contains(*words: str, ignore_case: bool = True) -> Component:
-    """The share of the words that the text has; without any given, whether it has `expected`."""
+    """The share of the words in the text; without words, whether it contains `expected`."""
 
     def component(reply: Reply) -> float:
         wanted = words or (str(_expected_value(reply, "contains")),)
@@ -34,13 +34,13 @@ def contains(*words: str, ignore_case: bool = True) -> Component:
 
 
 def matches(pattern: str) -> Component:
-    """1 if the regular expression is found in the text; `.` is any character but a newline."""
+    """1 if the regular expression matches in the text; `.` excludes newlines."""
     compiled = re.compile(pattern, re.MULTILINE)
     return lambda reply: float(compiled.search(reply.text) is not None)
 
 
 def numeric(*, tolerance: float = 1e-6) -> Component:
-    """1 if the last number in the text is `expected`, within `tolerance` of its size (and absolutely, below 1)."""
+    """1 if the last number in the text is `expected`, within `tolerance` (relative, absolute below 1)."""
 
     def component(reply: Reply) -> float:
         right = float(str(_expected_value(reply, "numeric")).replace(",", ""))
@@ -51,7 +51,7 @@ def numeric(*, tolerance: float = 1e-6) -> Component:
 
 
 def numbers_in(text: str) -> list[float]:
-    """The finite numbers in a text, in its order.
+    """The finite numbers in a text, in order.
 
     >>> numbers_in("x = 5 or -3, so 1,234.5 and 2e3 but not v2")
     [5.0, -3.0, 1234.5, 2000.0]
@@ -61,8 +61,6 @@ def numbers_in(text: str) -> list[float]:
 
 
 def json_format() -> Component:
-    """1 if the whole text is JSON."""
-
     def component(reply: Reply) -> float:
         try:
             json.loads(reply.text)
@@ -74,7 +72,7 @@ def json_format() -> Component:
 
 
 def tool_name(*expected: str) -> Component:
-    """The share of the expected tools that were called, in their order; `expected` or the reply's `expected_calls`."""
+    """The share of expected tools called in order; `expected` defaults to the reply's `expected_calls`."""
 
     def component(reply: Reply) -> float:
         wanted = expected or tuple(each.name for each in _expected_calls(reply, "tool_name"))
@@ -85,9 +83,7 @@ def tool_name(*expected: str) -> Component:
 
 
 def tool_arguments() -> Component:
-    """The share of the expected arguments that are equal, as JSON, in the first call of that name not looked at yet.
-
-    An argument that was not expected counts as one that is wrong.
+    """The share of expected arguments equal as JSON, in the next call of that name; an unexpected one counts as wrong.
 
     >>> said = ToolCall("search", {"q": "invoice", "limit": 5})
     >>> right = ToolCall("search", {"q": "invoice", "limit": 10})
@@ -115,7 +111,7 @@ def tool_arguments() -> Component:
 
 
 def tool_success() -> Component:
-    """The share of the tools' results that succeeded; None if no tool was called."""
+    """The share of successful tool results; None without tool calls."""
 
     def component(reply: Reply) -> float | None:
         if not reply.results:
@@ -126,7 +122,7 @@ def tool_success() -> Component:
 
 
 def invalid_tools(*offered: str | Mapping[str, Any]) -> Component:
-    """How many calls name no tool that was offered, if any is known, or have no JSON object. Weigh it below 0."""
+    """The number of calls to tools that were not offered, or without a JSON object. Use a negative weight."""
 
     names = tool_names(offered)
 
@@ -138,24 +134,24 @@ def invalid_tools(*offered: str | Mapping[str, Any]) -> Component:
 
 
 def steps(*, free: int = 0) -> Component:
-    """How many of the assistant's turns go beyond the first `free`. Weigh it below 0."""
+    """The number of assistant turns beyond `free`. Use a negative weight."""
     return lambda reply: float(max(0, reply.turns - free))
 
 
 def efficiency() -> Component:
-    """1 without a tool call, a half with one, a third with two."""
+    """1 / (1 + number of tool calls)."""
     return lambda reply: 1 / (1 + len(reply.tool_calls))
 
 
 def length(*, most: int) -> Component:
-    """By how much the text is longer than `most` characters, in shares of that, 1 at most. Weigh it below 0."""
+    """The excess over `most` characters as a share of `most`, at most 1. Use a negative weight."""
     if most < 1:
         raise ValueError("most must be at least 1")
     return lambda reply: min(1.0, max(0, len(reply.text) - most) / most)
 
 
 def fact(name: str) -> Component:
-    """What the world made of it: the reply's fact of this name; None where it has none."""
+    """The reply's fact of this name, or None."""
 
     def component(reply: Reply) -> float | None:
         value = reply.facts.get(name)
@@ -165,33 +161,33 @@ def fact(name: str) -> Component:
 
 
 def math_reward(*, answer_format: str = r"(?i)\banswer\b\s*[:=]", free_steps: int = 0) -> Composite:
-    """For problems with a number as their answer: right 3, each turn beyond `free_steps` -0.1, the format 0.5."""
+    """For numeric answers: correctness 3, each turn beyond `free_steps` -0.1, the format 0.5."""
     components = {"correctness": numeric(), "steps_penalty": steps(free=free_steps)}
     weights = {"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5}
     return Composite(components | {"format_bonus": matches(answer_format)}, weights=weights)
 
 
 def tool_reward(*offered: str | Mapping[str, Any]) -> Composite:
-    """For the use of tools: the right ones 1, right arguments 0.5, their success 1, each invalid call -2."""
+    """For tool use: right tools 1, right arguments 0.5, success 1, each invalid call -2."""
     components = {"correct_tool": tool_name(), "correct_args": tool_arguments(), "tool_success": tool_success()}
     weights = {"correct_tool": 1.0, "correct_args": 0.5, "tool_success": 1.0, "invalid_tool": -2.0}
     return Composite(components | {"invalid_tool": invalid_tools(*offered)}, weights=weights)
 
 
 def game_reward() -> Composite:
-    """For a game of teams, by facts of these names: win 10, survival 5, a successful blame 2, exposure -5."""
+    """For team games, by facts: win 10, survival 5, a successful blame 2, exposure -5."""
     weights = {"team_win": 10.0, "individual_survive": 5.0, "successfully_blame": 2.0, "exposed_penalty": -5.0}
     return Composite({name: fact(name) for name in weights}, weights=weights)
 
 
 def task_reward(accuracy: Component | None = None) -> Composite:
-    """For tasks: the fact `completion` 2, few tool calls 1, accuracy 1.5, which is `contains()` if you give none."""
+    """For tasks: the fact `completion` 2, few tool calls 1, `accuracy` 1.5 (default `contains()`)."""
     components = {"completion": fact("completion"), "efficiency": efficiency(), "accuracy": accuracy or contains()}
     return Composite(components, weights={"completion": 2.0, "efficiency": 1.0, "accuracy": 1.5})
 
 
 def same_json(a: object, b: object) -> bool:
-    """Whether two JSON values are equal: 1 and 1.0 are, 1 and true are not."""
+    """JSON equality: 1 equals 1.0, but not true."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -203,20 +199,20 @@ def same_json(a: object, b: object) -> bool:
 
 def _expected_value(reply: Reply, who: str) -> object:
     if reply.expected is None:
-        raise ValueError(f"{who}: the reply says nothing of what was expected")
+        raise ValueError(f"{who}: the reply has no expected answer")
     return reply.expected
 
 
 def _expected_calls(reply: Reply, who: str) -> Sequence[ToolCall]:
     if not reply.expected_calls:
-        raise ValueError(f"{who}: the reply says nothing of which calls were expected")
+        raise ValueError(f"{who}: the reply has no expected calls")
     return reply.expected_calls
 
 
 _ANSWER = re.compile(r"(?:\banswer\b(?:\s+is\b)?|答案)\s*[:=：]?\s*(?P<answer>[^\n]+)", re.IGNORECASE)  # noqa: RUF001
 _FORMAT = r"(?i)(?:\banswer\b|答案)\s*[:=：]"  # noqa: RUF001
 
-#: They count what is wrong, so a weight above 0 would reward it.
+#: Count errors, so a positive weight would reward them.
 _PENALTIES = frozenset({"steps_penalty", "invalid_tool", "exposed_penalty"})
 
 _NAMED: Mapping[str, Callable[[], Component]] = {
@@ -242,10 +238,9 @@ def reward_function(
     components: Mapping[str, Component] | None = None,
     clip: tuple[float, float] | None = None,
 ) -> Composite:
-    """The reward with these components, each known by its name, times these weights.
+    """A reward of named components with weights; `components` adds or replaces components.
 
-    `components` are yours; one of the name of ours takes its place. Raises ValueError for an unknown name,
-    a penalty with a weight above 0, and what a Composite refuses.
+    Raises ValueError for an unknown name, a penalty with a positive weight, and as Composite does.
 
     >>> reward = reward_function({"correctness": 3.0, "steps_penalty": -0.1, "format_bonus": 0.5})
     >>> reward(Reply(text="Answer: 12", expected=12, turns=5)).total
@@ -262,7 +257,7 @@ def reward_function(
 
 
 def _correct(reply: Reply) -> float | None:
-    """1 if the reply's answer is `expected`: its last number, or else what follows "answer:", or else all of it."""
+    """1 if the answer is `expected`: a number, the text after "answer:", or the whole reply."""
     expected = str(reply.expected).strip().replace(",", "")
     if reply.expected is not None and re.fullmatch(r"[-+]?\d+(?:\.\d+)?", expected):
         return numeric()(reply)

@@ -1,4 +1,4 @@
-"""A reward made of named components, each times its weight: penalties are components with a negative one. Pure."""
+"""Computes rewards as weighted sums of named components. Pure."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -7,20 +7,20 @@ from typing import Any
 
 from tuneloop.runner.rewards.reply import Reply
 
-#: What one thing about a reply is worth, such as 1 for right and 0 for wrong; None: it says nothing of this reply.
+#: Scores one aspect of a reply, such as 1 for right and 0 for wrong; None: not applicable.
 Component = Callable[[Reply], float | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The reward, and what it is made of: `values` before and `parts` after the weights. None said nothing."""
+    """A reward with its component values before (`values`) and after (`parts`) weighting."""
 
     total: float
     values: Mapping[str, float | None]
     parts: Mapping[str, float]
 
     def as_feedback(self, *msg_ids: str, source: str | None = None) -> dict[str, Any]:
-        """The body of a POST to /feedback: the total under `reward`, each component's value under its own name."""
+        """The body of POST /feedback: the total as `reward`, components under their names."""
         values: dict[str, float] = {"reward": self.total}
         values |= {name: value for name, value in self.values.items() if value is not None}
         about: dict[str, Any] = {"msg_ids": list(msg_ids)} | ({"source": source} if source else {})
@@ -28,7 +28,7 @@ class Score:
 
 
 class Composite:
-    """A reward by components, which have the same names as `weights`. The total is clipped to `clip`.
+    """A weighted sum of components, clipped to `clip`. `weights` has the components' names.
 
     >>> from tuneloop.runner.rewards.components import fact, numeric
     >>> components = {"correct": numeric(), "seconds": fact("seconds")}
@@ -45,7 +45,7 @@ class Composite:
         weights: Mapping[str, float],
         clip: tuple[float, float] | None = None,
     ) -> None:
-        """Raises ValueError for weights that do not fit the components, or a clip that is no range."""
+        """Raises ValueError for other names in `weights`, or an invalid clip."""
         if components.keys() != weights.keys():
             odd = ", ".join(sorted(components.keys() ^ weights.keys()))
             raise ValueError(f"every component needs a weight, and every weight a component: {odd}")
@@ -60,7 +60,7 @@ class Composite:
         self._clip = clip
 
     def __call__(self, reply: Reply) -> Score:
-        """The reward of a reply. Raises ValueError for a component that is not finite, and what components raise."""
+        """Score a reply. Raises ValueError for a component that is not finite, and errors of components."""
         values = {name: component(reply) for name, component in self._components.items()}
         if wrong := [name for name, value in values.items() if value is not None and not math.isfinite(value)]:
             raise ValueError(f"component {wrong[0]}: {values[wrong[0]]} is not a reward")

@@ -1,4 +1,4 @@
-"""A reply as rewards and judges see it, and the messages of all clients as OpenAI has them."""
+"""Defines a reply for rewards and judges, and converts messages of all clients to OpenAI's form."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool. `arguments` is None if what the model wrote is no JSON object."""
+    """A tool call; `arguments` is None for text that is no JSON object."""
 
     name: str
     arguments: Mapping[str, Any] | None = None
@@ -19,20 +19,18 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answered, and whether it succeeded."""
-
     content: str
     succeeded: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What was said.
+    """A reply to judge.
 
-    `messages` is the conversation before the text; for a trajectory, all of it but the last text, and the first `shown`
-    of the `tool_calls` stand in it. `turns` are the assistant's. `tools` are the names of the tools that were offered,
-    which may be given as a request lists them; none where they are unknown. `expected` and `expected_calls` are what
-    would have been right, where that is known; `facts` is what the world made of it, such as who won the game.
+    `messages` precede the text; of a trajectory they are all but the last text, and contain the first `shown` of the
+    `tool_calls`. `turns` counts the assistant's. `tools` names the offered tools, also given as in a request; empty if
+    unknown. `expected` and `expected_calls` are the right ones, if known; `facts` are outcomes, such as who won the
+    game.
     """
 
     text: str
@@ -52,7 +50,7 @@ class Reply:
 
     @classmethod
     def of(cls, completion: Mapping[str, Any], request: Mapping[str, Any], *, choice: int = 0, **known: Any) -> "Reply":
-        """One choice of a chat completion, as JSON, to a request. `known` are further fields, such as `expected`.
+        """One choice of a chat completion (JSON) for a request; `known` are further fields, such as `expected`.
 
         >>> answer = {"choices": [{"message": {"role": "assistant", "content": "4"}}]}
         >>> Reply.of(answer, {"messages": [{"role": "user", "content": "2+2"}]}, expected=4).text
@@ -66,7 +64,7 @@ class Reply:
 
     @classmethod
     def of_trajectory(cls, messages: Sequence[Message], **known: Any) -> "Reply":
-        """All that was said in a run, as chat messages: its last text, every tool call in it, and what came of them.
+        """The chat messages of a run: the last text, all tool calls, and their results.
 
         >>> call = {"function": {"name": "search", "arguments": '{"q": "invoice"}'}}
         >>> run = [
@@ -93,7 +91,7 @@ class Reply:
 
 
 def tool_names(tools: Iterable[str | Mapping[str, Any]]) -> tuple[str, ...]:
-    """The names of tools, which are names or stand as in a request. Raises ValueError for a tool without a name."""
+    """Names of tools, given as names or as in a request. Raises ValueError for a tool without a name."""
     found = [each if isinstance(each, str) else (each.get("function") or each).get("name") for each in tools]
     if not all(found):
         raise ValueError("tools: a tool has no name")
@@ -101,7 +99,7 @@ def tool_names(tools: Iterable[str | Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content; of parts that are no text, only their kind.
+    """The text of a message's content; parts without text give their kind.
 
     >>> text_of([{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "data:..."}}])
     'What is this?[image_url]'
@@ -122,7 +120,6 @@ def text_of(content: object) -> str:
 
 
 def calls_of(message: Message) -> Sequence[ToolCall]:
-    """The tool calls of a chat message."""
     calls = message.get("tool_calls")
     functions = [each.get("function") or {} for each in calls] if isinstance(calls, list) else []
     return [ToolCall(str(each.get("name", "")), _arguments(each.get("arguments"))) for each in functions]
@@ -138,7 +135,7 @@ def _arguments(written: object) -> Mapping[str, Any] | None:
 
 
 def _result(message: Message) -> ToolResult:
-    """A tool has failed if its message says so: `is_error`, an object with `error`, or a text that begins with it."""
+    """A result has failed if it has `is_error`, is an object with `error`, or begins with "error"."""
     content = text_of(message.get("content"))
     result = _arguments(content)
     failed = message.get("is_error") or message.get("status") == "error" or (result is not None and result.get("error"))
@@ -153,10 +150,9 @@ _THOUGHTS = frozenset({"thinking", "reasoning"})
 
 
 def chat_messages(value: object) -> list[ChatMessage]:
-    """The messages of a message, of a chat completion (its first choice), of a text, or of a list of these.
+    """Messages of a message, a chat completion (first choice), a text, or a list of these. Raises ValueError otherwise.
 
-    A message of content blocks becomes as many as it holds: each tool's result is a message of its own, and what a
-    model thought stands under `reasoning_content`. Raises ValueError for anything else.
+    A message of content blocks may become several: each tool result is a message, and a thought is `reasoning_content`.
 
     >>> chat_messages({"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm."}]})
     [{'role': 'assistant', 'content': '', 'reasoning_content': 'Hm.'}]
@@ -178,7 +174,6 @@ def chat_messages(value: object) -> list[ChatMessage]:
     blocks = [plain_object(each) for each in content if not isinstance(each, str)] if isinstance(content, list) else []
     if not blocks:
         return [_own_part(message, content)]
-    # The results of tools among the blocks are messages of their own.
     found: list[ChatMessage] = []
     for is_result, group in groupby(blocks, key=lambda each: each.get("type") == "tool_result"):
         grouped = list(group)
@@ -186,12 +181,12 @@ def chat_messages(value: object) -> list[ChatMessage]:
             found += map(_tool_message, grouped)
         else:
             found.append(_own_part(message, grouped))
-            message = {"role": message["role"]}  # its own fields belong to the first part only
+            message = {"role": message["role"]}  # its fields belong to the first part
     return found
 
 
 def plain_object(thing: object) -> dict[str, Any]:
-    """A JSON object of a mapping, a pydantic model, or an object with attributes. Raises ValueError if it is none."""
+    """A JSON object from a mapping, a pydantic model, or an object with attributes. Raises ValueError."""
     if isinstance(thing, Mapping):
         return dict(thing)
     for way in ("model_dump", "to_dict"):
@@ -203,12 +198,12 @@ def plain_object(thing: object) -> dict[str, Any]:
 
 
 def arguments_text(arguments: object) -> str:
-    """A tool call's arguments as OpenAI has them, JSON text."""
+    """A tool call's arguments as JSON text, as in OpenAI's messages."""
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False, default=str)
 
 
 def tool_call(name: object, arguments: object, call_id: object = "") -> ChatMessage:
-    """A tool call as OpenAI's messages have it."""
+    """A tool call as in OpenAI's messages."""
     function = {"name": str(name or ""), "arguments": arguments_text(arguments)}
     return {"id": str(call_id or ""), "type": "function", "function": function}
 
@@ -241,7 +236,7 @@ def _own_part(message: ChatMessage, content: object) -> ChatMessage:
     if thought:
         made["reasoning_content"] = thought
     for name in ("name", "tool_call_id", "is_error"):
-        # AgentScope's messages and LangChain's have more fields of these names than OpenAI's.
+        # AgentScope and LangChain use these names in other roles too.
         if role == "tool" and message.get(name) is not None:
             made[name] = message[name]
     if role == "tool" and message.get("status") == "error":

@@ -1,4 +1,4 @@
-"""The folder in which an app leaves its selected calls for a process of shadow runs: a file of JSON for each call."""
+"""Queues an app's selected calls for a process of shadow runs: a folder with a JSON file per call."""
 
 import json
 import os
@@ -11,36 +11,36 @@ from tuneloop.runner.private_files import make_private_folder, write_private_tex
 from tuneloop.runner.shadow.executor import ShadowCounts, ShadowJob, log
 from tuneloop.runner.shadow.production_calls import ProductionCall, RecordedToolCall
 
-#: A call that was begun so often and never ended, as of an agent that ends its process, is not begun again.
+#: A call that ended its process so often is not tried again.
 MOST_ATTEMPTS = 3
 
 
 class NotJson(Exception):
-    """A call has a part that JSON does not have."""
+    """A part of a call has no JSON form."""
 
 
 class ToolFailed(Exception):
-    """What a tool's recorded error is in another process: its words."""
+    """A recorded tool error, in another process."""
 
 
 class CallQueue:
-    """Calls by age, of apps that write them and of one process that runs them.
+    """Calls ordered by age; apps write them, one process runs them.
 
-    A file's name ends in the number of times that its call was begun. The file goes when the call's rewards are in the
-    outbox: so no call is lost, and one that was cut off is begun again.
+    A file's name ends in its number of attempts. The file is removed when the call's rewards are in the outbox, so no
+    call is lost, and an interrupted one is repeated.
     """
 
     def __init__(self, folder: Path, counts: ShadowCounts) -> None:
-        """Raises OSError for a folder that cannot be made."""
+        """Raises OSError."""
         make_private_folder(folder, exist_ok=True)
         self.folder, self._counts = folder, counts
 
     def waiting(self) -> list[Path]:
-        """The files of the calls, the oldest first."""
+        """Files of the calls, oldest first."""
         return sorted(self.folder.glob("*.json"))
 
     def write(self, text: str) -> None:
-        """Leave a call, as `call_as_json` wrote it. The file is whole as soon as it is there."""
+        """Add a call from `call_as_json`, atomically."""
         name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}-0"
         beside = self.folder / f"{name}.part"
         write_private_text(beside, text)
@@ -48,11 +48,11 @@ class CallQueue:
         self._counts.add("queued")
 
     def begin(self, path: Path) -> tuple[Path, ShadowJob] | None:
-        """Note that a call is begun; its file's new name, and the call. None: it is set aside."""
+        """Count an attempt; the file's new path and the call. None: the file was set aside."""
         try:
             stem, _, attempts = path.stem.rpartition("-")
             if int(attempts) >= MOST_ATTEMPTS:
-                raise ValueError(f"it was begun {attempts} times and never ended")
+                raise ValueError(f"it was started {attempts} times and never ended")
             read = json.loads(path.read_text(encoding="utf-8"))
             recorded: Iterator[RecordedToolCall] = (
                 RecordedToolCall(
@@ -83,7 +83,7 @@ class CallQueue:
 
 
 def call_as_json(job: ShadowJob) -> str:
-    """A call as a file has it. Raises NotJson, which says which part is none."""
+    """A call as JSON. Raises NotJson with the name of the part."""
     tools = [
         {
             "name": each.name,
@@ -96,7 +96,7 @@ def call_as_json(job: ShadowJob) -> str:
     call = job.call
     parts = {"args": list(call.args), "kwargs": dict(call.kwargs), "result": call.result, "tool_calls": tools}
     for name, part in parts.items():
-        # What is read back must be what was written: a tuple would be a list, and a number as a key a text.
+        # JSON changes tuples to lists and number keys to texts: refuse both.
         try:
             same = json.loads(json.dumps(part, allow_nan=False)) == part
         except (TypeError, ValueError, RecursionError) as error:
@@ -104,5 +104,5 @@ def call_as_json(job: ShadowJob) -> str:
                 f"the call's {name} are no JSON: {error}; wrap a function of plain data, or give capture="
             ) from None
         if not same:
-            raise NotJson(f"the call's {name}: JSON changes tuples, and keys that are no texts: {str(part)[:200]}")
+            raise NotJson(f"the call's {name}: JSON changes tuples and keys that are no texts: {str(part)[:200]}")
     return json.dumps({"name": call.name, "marks": call.marks, **parts})

@@ -1,4 +1,4 @@
-"""Shadow runs: calls once more, by an agent whose model is the service's, in a thread with an event loop of its own."""
+"""Runs shadow runs: repeats production calls with an agent on the service's model, in a thread with an event loop."""
 
 import asyncio
 import contextvars
@@ -23,42 +23,42 @@ from tuneloop.runner.rewards.composite import Score
 from tuneloop.runner.shadow.production_calls import ProductionCall, RecordedToolCall, copy_or_same, in_context
 from tuneloop.runner.shadow.tools import Replay, RunTools, ShadowToolCall, ShadowTools
 
-#: In the order in which a call comes by.
+#: Kinds of events, in the order of a call's life.
 KINDS = (
     "calls",  # of wrapped functions
     "strategy_failed",
     "selected",
-    "dropped_not_copied",  # their inputs cannot be copied
-    "dropped_not_json",  # they cannot be written into the queue's folder
+    "dropped_not_copied",  # the inputs cannot be copied
+    "dropped_not_json",  # the call has no JSON form for the queue
     "dropped_queue_full",
     "dropped_at_stop",
-    "queued",  # written into the queue's folder
-    "set_aside",  # files of the queue that are no calls, or were begun too often
-    "runs",  # shadow runs that began
+    "queued",  # written to the queue's folder
+    "set_aside",  # invalid files of the queue, or with too many attempts
+    "runs",  # started shadow runs
     "shadow_failed",
     "shadow_timed_out",
-    "service_away",  # it failed to answer a run, whatever the agent made of that
+    "service_away",  # the service failed to answer a run
     "completed",
     "reward_failed",
-    "unrewarded",  # the calculator said None
+    "unrewarded",  # the calculator returned None
     "feedback_failed",
     "rewarded",
     "commits",
     "commit_failed",
-    "runner_failed",  # by a fault of ours
+    "runner_failed",  # an error of ours
 )
 
-#: Seconds between two looks for what was offered.
+#: Seconds between two checks for offered jobs.
 _LOOK_S = 0.02
 
-#: Of the time that a stop may take, the share for runs; the rest is for what they earned.
+#: Share of a stop's time for runs; the rest is for their rewards.
 _SHARE_OF_STOP = 0.7
 
 log = logging.getLogger("tuneloop.runner.shadow")
 
 
 class ShadowCounts:
-    """What became of calls and runs, by kind, from any thread; and the first traceback of each kind of failure."""
+    """Thread-safe counts of calls and runs by kind; logs the first failure of each kind."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -66,17 +66,16 @@ class ShadowCounts:
         self._logged: set[str] = set()
 
     def add(self, kind: str, count: int = 1) -> None:
-        """Count something of a kind."""
         with self._lock:
             self._counts[kind] += count
 
     def snapshot(self) -> dict[str, int]:
-        """All of them, those too that are 0."""
+        """All counts, zeros included."""
         with self._lock:
             return dict(self._counts)
 
     def fail(self, kind: str, error: BaseException) -> None:
-        """Count a failure; the first of its kind is logged with its traceback."""
+        """Count a failure; log the first of its kind with its traceback."""
         self.add(kind)
         with self._lock:
             first = kind not in self._logged
@@ -86,31 +85,31 @@ class ShadowCounts:
 
     @contextmanager
     def harmless(self, kind: str) -> Iterator[None]:
-        """Count whatever the block raises, and go on behind it."""
+        """Count the block's exception and continue."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - the app must not feel what goes wrong here
+        except Exception as error:  # noqa: BLE001 - must not reach the app
             self.fail(kind, error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowRun(Run):
-    """What a shadow agent is made with: a run, `base_url` and `api_key` bind any client to it, and the model's name.
+    """A shadow agent's run, with the model's name; `base_url` and `api_key` bind any client to it.
 
-    `tools` are the app's, bound to it: in whatever thread they are called, they write nothing.
+    `tools` are the app's, bound to the run in any thread: they write nothing.
     """
 
     model: str
     tools: RunTools = field(default_factory=lambda: RunTools({}, Replay(())), compare=False, repr=False)
 
     def chat_model(self, client: ClientKind = "auto", **defaults: Any) -> Any:
-        """An AgentScope chat model, or an AsyncOpenAI client without AgentScope; `defaults` are sampling parameters."""
+        """An AgentScope chat model, or without AgentScope an AsyncOpenAI client; `defaults` are sampling parameters."""
         return make_model(self, CallDefaults(model_name=self.model, **defaults), client=client)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowResult:
-    """What a reward is calculated of: what the shadow agent answered, beside what production was asked and did."""
+    """The shadow agent's answer beside the production call, for the reward."""
 
     run: ShadowRun
     call: ProductionCall
@@ -119,21 +118,21 @@ class ShadowResult:
 
     @property
     def production_result(self) -> Any:
-        """What the user got."""
+        """The user's answer."""
         return self.call.result
 
 
-#: Makes the agent of a shadow run: what it returns is called as production was.
+#: Makes a shadow run's agent, which is called as production was.
 AgentFactory = Callable[[ShadowRun], Callable[..., Any]]
 
-#: The reward: a number, a thumb, or a Score, whose components are sent too. None: there is no reward.
+#: A number, a thumb, or a Score with components; None: no reward.
 Reward = float | bool | Score | None
 RewardCalculator = Callable[[ShadowResult], Reward | Awaitable[Reward]]
 
 
 @dataclass(slots=True, kw_only=True)
 class ShadowJob:
-    """A production call that was answered, in an event `loop` or in none. `select`, if any, is still to be asked."""
+    """An answered production call and its event `loop`, if any. `select` decides whether to run it."""
 
     call: ProductionCall
     recorded: tuple[RecordedToolCall, ...]
@@ -144,7 +143,7 @@ class ShadowJob:
 
 @dataclass(slots=True, kw_only=True)
 class ShadowExecutor:
-    """Makes the shadow runs of calls, each for at most `timeout_s`, sends their rewards, and commits them."""
+    """Runs shadow runs, each for at most `timeout_s`, sends their rewards, and commits them."""
 
     service: str
     model: str
@@ -158,7 +157,7 @@ class ShadowExecutor:
     to_commit: bool = False
 
     async def run(self, job: ShadowJob) -> None:
-        """The shadow runs of one call: one task, so that their rewards are compared."""
+        """The shadow runs of one call, as one task, so that their rewards are compared."""
         task_id = f"shadow-{uuid.uuid4()}"
         for number in range(self.repeat_time):
             replay = Replay(job.recorded, job.loop)
@@ -175,7 +174,7 @@ class ShadowExecutor:
             if reward is None:
                 continue
 
-            def tell(run: ShadowRun = run, reward: bool | float | Score = reward) -> None:
+            def send_reward(run: ShadowRun = run, reward: bool | float | Score = reward) -> None:
                 with self.feedback.batch() as many:
                     if isinstance(reward, bool):
                         many.thumb(run, reward)
@@ -185,7 +184,7 @@ class ShadowExecutor:
                         many.label(run, label, metric=f"mark:{label}")
 
             with self.counts.harmless("feedback_failed"):
-                await in_thread(tell)
+                await in_thread(send_reward)
                 self.counts.add("rewarded")
                 self.to_commit = True
 
@@ -194,7 +193,7 @@ class ShadowExecutor:
         make = job.agent
 
         def act() -> Any:
-            # Of their own for each run: agents change what they are given.
+            # Copies for each run: agents modify their inputs.
             args, kwargs = copy_or_same(job.call.args), copy_or_same(dict(job.call.kwargs))
             return make(run)(*args, **kwargs)
 
@@ -214,33 +213,33 @@ class ShadowExecutor:
         return reward
 
     async def _within_time(self, kind: str, work: Any) -> tuple[Any] | None:
-        """The result of some work, or None if it failed or took too long.
+        """The result, or None after a failure or the timeout.
 
-        What cannot be cancelled, such as a thread, holds its place among the runs until it ends: there are never more
-        of them than that.
+        Work that cannot be cancelled, such as a thread, keeps its place until it ends, which bounds the number of
+        threads.
         """
         task = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
         if not done:
-            late = TimeoutError(f"no end in {self.timeout_s:g} s")
+            late = TimeoutError(f"not done after {self.timeout_s:g} s")
             self.counts.fail(f"{kind}_timed_out" if kind == "shadow" else f"{kind}_failed", late)
             task.cancel()
             await asyncio.wait({task})
             return None
         try:
             return (task.result(),)
-        except Exception as error:  # noqa: BLE001 - the app must not feel what goes wrong here
+        except Exception as error:  # noqa: BLE001 - must not reach the app
             self.counts.fail(f"{kind}_failed", error)
             return None
 
     def commit(self) -> bool:
-        """Commit, if there is anything new; whether nothing is left to be committed."""
+        """Commit new rewards, if any; False if that failed."""
         if not self.to_commit:
             return True
         self.to_commit = False
         try:
             self.feedback.commit()
-        except Exception as error:  # noqa: BLE001 - the app must not feel what goes wrong here
+        except Exception as error:  # noqa: BLE001 - must not reach the app
             self.to_commit = True
             self.counts.fail("commit_failed", error)
             return False
@@ -248,15 +247,15 @@ class ShadowExecutor:
         return True
 
     def settle(self, timeout: float) -> bool:
-        """Send and commit what the runs earned, and end; whether all of that was done in so many seconds."""
+        """Send and commit all rewards, and close; whether that took at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        told = self.feedback.flush(max(0.0, timeout))
-        committed = not told or self.commit()
-        return self.feedback.close(max(0.0, deadline - time.monotonic())) and told and committed
+        sent = self.feedback.flush(max(0.0, timeout))
+        committed = not sent or self.commit()
+        return self.feedback.close(max(0.0, deadline - time.monotonic())) and sent and committed
 
 
 class ShadowWorker:
-    """A thread with an event loop, which handles jobs, at most `concurrency` at once, and commits now and then."""
+    """Handles jobs in a thread with an event loop, at most `concurrency` at once, and commits at intervals."""
 
     def __init__(
         self,
@@ -280,11 +279,11 @@ class ShadowWorker:
 
     @property
     def running(self) -> bool:
-        """Whether it takes jobs. In a forked child it does not: the thread is the parent's."""
+        """Whether it accepts jobs; False in a forked child, which lacks the thread."""
         return self._accepting and self._thread.is_alive()
 
     def offer(self, job: ShadowJob) -> None:
-        """Take a job, or count that there is no room. The loop is not woken, which would hold up the app; it looks."""
+        """Accept a job, or count it as dropped. The loop polls: waking it would delay the app."""
         with self._lock:
             if self._waiting >= self._queue_size:
                 self._counts.add("dropped_queue_full")
@@ -293,7 +292,7 @@ class ShadowWorker:
         self._offered.append(job)
 
     def stop(self, timeout: float) -> bool:
-        """Handle what waits, for a part of the time, and end; whether all of it was handled."""
+        """Handle waiting jobs for a share of the time, and end; whether all were handled."""
         self._accepting, done = False, False
         if not self._thread.is_alive():
             return False
@@ -327,18 +326,18 @@ class ShadowWorker:
                 self._take_offered()
                 await asyncio.sleep(_LOOK_S)
 
-        async def commit_now_and_then() -> None:
+        async def commit_at_intervals() -> None:
             while self._commit_interval_s > 0:
                 await asyncio.sleep(self._commit_interval_s)
                 await in_thread(self._commit)
 
         tasks = {self._loop.create_task(self._work()) for _ in range(self._concurrency)}
-        tasks |= {self._loop.create_task(each) for each in (look(), commit_now_and_then())}
+        tasks |= {self._loop.create_task(each) for each in (look(), commit_at_intervals())}
         self._loop.run_forever()
         tasks |= asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
-        for _ in range(3):  # as many as a cancelled task takes to end, unless it waits for a thread
+        for _ in range(3):  # enough for cancelled tasks that wait for no thread
             self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.run_until_complete(close_connections())
         if all(task.done() for task in tasks):
@@ -365,23 +364,23 @@ class ShadowWorker:
 
 
 async def finish(function: Callable[[], Any], within: Replay | None = None) -> Any:
-    """The result of a function, run in a thread, and awaited here if need be; its tools do as in the run `within`."""
+    """Run a function in a thread and await its result if necessary; tools act as in the run `within`."""
     context, replay = contextvars.copy_context(), within or Replay(())
 
     def act() -> Any:
         with in_context(replay):
             return function()
 
-    async def go_on(awaited: Awaitable[Any]) -> Any:
+    async def await_in_context(awaited: Awaitable[Any]) -> Any:
         with in_context(replay):
             try:
                 return await awaited
-            except SystemExit as error:  # which would end the event loop, and all other runs with it
+            except SystemExit as error:  # it would end the event loop with all other runs
                 raise RuntimeError(repr(error)) from error
 
     result = await in_thread(lambda: context.run(act))
     if inspect.isawaitable(result):
-        task = asyncio.get_running_loop().create_task(go_on(result), context=context)
+        task = asyncio.get_running_loop().create_task(await_in_context(result), context=context)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -392,7 +391,7 @@ async def finish(function: Callable[[], Any], within: Replay | None = None) -> A
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """The result of a function in a daemon thread, of which also who is cancelled waits for the end."""
+    """Run in a daemon thread; a cancelled caller waits for its end too."""
     future = in_daemon_thread(function)
     try:
         return await asyncio.shield(future)

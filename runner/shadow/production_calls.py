@@ -1,4 +1,4 @@
-"""Production calls: what marks them, which of them are run again, and what is recorded while they run."""
+"""Marks, selects and traces production calls for shadow runs."""
 
 import copy
 import random
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductionCall:
-    """A call of the production agent: what it was asked, how it was marked, and what it answered, once it has."""
+    """A call of the production agent: inputs, marks, and the answer once it exists."""
 
     name: str
     args: tuple[Any, ...] = ()
@@ -23,23 +23,22 @@ class ProductionCall:
 
 
 class SelectionStrategy(Protocol):
-    """Says whether a call is run again.
+    """Decides whether a call is repeated.
 
-    It is asked before the call, in the app's thread: it should be quick. One that has `after_call = True` is asked when
-    the call has been answered, in a thread of the runner's, and sees the result; the inputs of every call are copied.
+    It runs before the call in the app's thread, so it should be quick. With `after_call = True` it runs after the
+    answer in a thread of the runner, sees the result, and the inputs of every call are copied.
     """
 
-    def should_select(self, call: ProductionCall) -> bool:
-        """Whether this call is run again."""
+    def should_select(self, call: ProductionCall) -> bool: ...
 
 
-#: A strategy, or a function that is its `should_select`.
+#: A strategy, or a function like `should_select`.
 Strategy = SelectionStrategy | Callable[[ProductionCall], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRateStrategy:
-    """A share of the calls, drawn by chance."""
+    """Selects a random share of the calls."""
 
     rate: float
     draw: Callable[[], float] = random.random
@@ -50,45 +49,41 @@ class SamplingRateStrategy:
 
     @classmethod
     def of(cls, rate: float) -> "SamplingRateStrategy":
-        """So large a share, from 0 to 1."""
         return cls(rate)
 
     def should_select(self, call: ProductionCall) -> bool:
-        """Whether the draw says so."""
         return self.draw() < self.rate
 
 
 @dataclass(frozen=True, slots=True)
 class ExplicitMarkingStrategy:
-    """The calls that the app marked; with `labels`, those that have one of them."""
+    """Selects marked calls; with `labels`, those with one of them."""
 
     labels: frozenset[str] = frozenset()
     after_call: bool = False
 
     @classmethod
     def create(cls, *labels: str, during_call: bool = False) -> "ExplicitMarkingStrategy":
-        """`during_call`: what is marked while the call runs counts too."""
+        """`during_call`: marks set during the call count too."""
         return cls(frozenset(labels), during_call)
 
     def should_select(self, call: ProductionCall) -> bool:
-        """Whether it is marked."""
         return bool(self.labels.intersection(call.marks) if self.labels else call.marks)
 
 
 @dataclass(frozen=True, slots=True)
 class EveryCall:
-    """All of them."""
+    """Selects all calls."""
 
     after_call: ClassVar[bool] = False
 
     def should_select(self, call: ProductionCall) -> bool:
-        """Always."""
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedToolCall:
-    """A tool's call by name and arguments (JSON), and what came of it."""
+    """A tool call with JSON arguments, and its result or error."""
 
     name: str
     arguments: str
@@ -98,7 +93,7 @@ class RecordedToolCall:
 
 @dataclass(slots=True, eq=False)
 class CallTrace:
-    """A production call under way: its tool calls, if they are `recorded`, and what was marked while it ran."""
+    """A running production call: its tool calls if `recorded`, and its marks."""
 
     recorded: bool
     tool_calls: list[RecordedToolCall] = field(default_factory=list)
@@ -106,14 +101,14 @@ class CallTrace:
     ended: bool = False
 
 
-#: A production call, or the replay of a shadow run: within one, nothing is a production call of its own.
+#: The current production call, or the replay of a shadow run: calls within one are not production calls.
 _current: ContextVar[object] = ContextVar("tuneloop_call", default=None)
 _of_next: ContextVar[list[str] | None] = ContextVar("tuneloop_marks_of_next_call", default=None)
 _of_block: ContextVar[tuple[str, ...]] = ContextVar("tuneloop_marks_of_block", default=())
 
 
 class _Marking:
-    """Marks that were set: with a `with` they hold for its block, else for the next call, where `new` were added."""
+    """Set marks: in a `with` block they hold for it, otherwise for the next call, where `new` were added."""
 
     def __init__(self, labels: tuple[str, ...], new: list[str], waiting: list[str]) -> None:
         self._labels, self._new, self._waiting = labels, new, waiting
@@ -131,19 +126,19 @@ class _Marking:
 
 
 class TrainingContext:
-    """Marks calls as worth a shadow run, in this thread or asyncio task and those that copy its context."""
+    """Marks calls for shadow runs, in this thread or asyncio task and in copies of its context."""
 
     @staticmethod
     def mark(*labels: str) -> _Marking:
-        """Mark the next call, this one within a call, or all of a block: `with TrainingContext.mark("hard"): …`."""
+        """Mark the next call, the current one, or a block: `with TrainingContext.mark("hard"): …`."""
         if not labels or not all(isinstance(each, str) and each for each in labels):
             raise ValueError("mark: give at least one label, each a text")
         if (trace := current_trace()) is not None:
             new = [each for each in labels if each not in trace.marks]
             trace.marks.extend(new)
             return _Marking(labels, new, trace.marks)
-        # A list of its own: a context that was copied before must not see it. Those copied from now on share it, so
-        # that one of their calls is the next one.
+        # A new list: earlier copies of the context must not see it; later copies share it, and one of their calls
+        # takes the marks.
         earlier = _take_marks_of_next()
         new = [each for each in labels if each not in earlier]
         waiting = [*earlier, *new]
@@ -152,24 +147,24 @@ class TrainingContext:
 
     @staticmethod
     def marks() -> tuple[str, ...]:
-        """The labels that the next call would have."""
+        """The labels of the next call."""
         return (*_of_block.get(), *(_of_next.get() or ()))
 
 
 def current() -> object:
-    """The CallTrace, or the replay of a shadow run, that runs in this context."""
+    """The CallTrace or Replay of this context."""
     return _current.get()
 
 
 def current_trace() -> CallTrace | None:
-    """The production call that runs in this context, if one does."""
+    """The running production call of this context, or None."""
     found = _current.get()
     return found if isinstance(found, CallTrace) and not found.ended else None
 
 
 @contextmanager
 def in_context(what: object) -> Iterator[None]:
-    """Make something the current one, in this context."""
+    """Make `what` current in this context."""
     token = _current.set(what)
     try:
         yield
@@ -178,7 +173,7 @@ def in_context(what: object) -> Iterator[None]:
 
 
 def take_marks() -> tuple[str, ...]:
-    """The labels of the call that begins now: those of the blocks around, and those that were meant for it alone."""
+    """Labels of the call that starts now: the surrounding blocks', and those for the next call."""
     return (*_of_block.get(), *_take_marks_of_next())
 
 
@@ -192,8 +187,8 @@ def _take_marks_of_next() -> tuple[str, ...]:
 
 
 def copy_or_same(thing: T) -> T:
-    """A copy that nothing else changes; the thing itself where it cannot be copied."""
+    """A deep copy, or the thing itself if copying fails."""
     try:
         return copy.deepcopy(thing)
-    except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
+    except Exception:  # noqa: BLE001 - any class may fail to copy
         return thing

@@ -1,4 +1,4 @@
-"""The command `python -m tuneloop.runner shadow`: runs the calls that an app's TrainingRunner left in its queue."""
+"""Runs the command `python -m tuneloop.runner shadow`: processes the calls in a TrainingRunner's queue."""
 
 import argparse
 import fcntl
@@ -21,22 +21,22 @@ from tuneloop.runner.shadow.tools import ShadowTools, enter_shadow_process
 
 _LOOK_S = 0.1
 
-#: Seconds that an end gives the runs under way, and then what they earned. What is left is begun again, or sent, later.
+#: Seconds for current runs at a stop, and then for their rewards. The rest is repeated or sent later.
 _STOP_S, _SEND_S = 20.0, 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command until SIGTERM or SIGINT; the exit code: 0, 1 if not all was sent, 2 for what is refused."""
+    """Run until SIGTERM or SIGINT. Exit codes: 0, 1 if not all was sent, 2 for invalid input."""
     parser = argparse.ArgumentParser(prog="python -m tuneloop.runner shadow", description=__doc__)
     parser.add_argument("agent", metavar="MODULE:FUNCTION", help="makes a shadow run's agent from its ShadowRun")
     parser.add_argument("--reward", required=True, metavar="MODULE:FUNCTION", help="the reward of a ShadowResult")
-    parser.add_argument("--queue", required=True, type=Path, help="the folder that the app's TrainingRunner has")
+    parser.add_argument("--queue", required=True, type=Path, help="the queue folder of the app's TrainingRunner")
     parser.add_argument("--service", required=True, help="its URL; its key is read from TUNELOOP_API_KEY")
     parser.add_argument("--model", required=True, help="the model that the service trains")
     parser.add_argument("--tools", metavar="MODULE:OBJECT", help="the app's ShadowTools")
     parser.add_argument("--repeat", type=int, default=1, help="runs of one call, which make a group")
     parser.add_argument("--concurrency", type=int, default=2, help="calls that are run at once")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a run may take")
+    parser.add_argument("--timeout", type=float, default=300.0, help="timeout of a run in seconds")
     parser.add_argument("--commit-interval", type=float, default=300.0, help="seconds between two commits")
     options = parser.parse_args(argv)
     if min(options.repeat, options.concurrency) < 1 or not options.timeout > 0:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         api_key = os.environ.get("TUNELOOP_API_KEY")
         feedback = Feedback(options.service, outbox=options.queue / "feedback", api_key=api_key)
     except BlockingIOError:
-        print(f"another process runs the calls of {options.queue}: end it first", file=sys.stderr)
+        print(f"another process runs the calls of {options.queue}: stop it first", file=sys.stderr)
         return 2
     except (ImportError, AttributeError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tools=tools,
         counts=counts,
         feedback=feedback,
-        to_commit=True,  # what a process that was killed had earned
+        to_commit=True,  # rewards of a killed process
     )
     begun: dict[int, Path] = {}
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(place: str) -> Any:
-    """What MODULE:NAME names. Raises ImportError, AttributeError or ValueError."""
+    """The object MODULE:NAME. Raises ImportError, AttributeError or ValueError."""
     module, _, name = place.partition(":")
     if not module or not name:
         raise ValueError(f"{place!r} is not MODULE:NAME, such as app:make_agent")

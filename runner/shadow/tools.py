@@ -1,4 +1,4 @@
-"""Tools that are safe in shadow runs: they answer from production's record, run if they only read, or refuse."""
+"""Makes tools safe in shadow runs: they replay production's record, run if read-only, or refuse."""
 
 import asyncio
 import copy
@@ -24,14 +24,14 @@ from tuneloop.runner.shadow.production_calls import (
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 Refusal = Callable[[str, str], Any]
 
-#: Set in a process of shadow runs: nothing that is called there is production's.
+#: Set in a process of shadow runs, where no call is production's.
 _in_shadow_process = threading.Event()
 enter_shadow_process, is_shadow_process = _in_shadow_process.set, _in_shadow_process.is_set
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowToolCall:
-    """A tool's call in a shadow run, and where its result came from."""
+    """A tool call of a shadow run, and the origin of its result."""
 
     name: str
     arguments: str
@@ -39,7 +39,7 @@ class ShadowToolCall:
 
 
 class Replay:
-    """What tools do in one shadow run: equal calls get the recorded results in their order; the last one repeats."""
+    """Tool behaviour of one shadow run: equal calls get the recorded results in order; the last one repeats."""
 
     def __init__(self, recorded: Sequence[RecordedToolCall], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.calls: list[ShadowToolCall] = []
@@ -50,7 +50,7 @@ class Replay:
             self._waiting[each.name, each.arguments].append(each)
 
     def next_recorded(self, name: str, arguments: str) -> RecordedToolCall | None:
-        """The recorded call that answers this one, if one does."""
+        """The recorded answer of this call, or None."""
         with self._lock:
             equal = self._waiting.get((name, arguments))
             if not equal:
@@ -59,27 +59,23 @@ class Replay:
 
 
 def refuse_as_json(name: str, arguments: str) -> Any:
-    """A tool's result that says that it was not run: what a model can read."""
-    why = (
-        f"{name} was not run: this is a rehearsal, in which nothing may be changed, and there is no record of this call"
-    )
+    """A refusal as a tool result that a model can read."""
+    why = f"{name} was not run: this is a rehearsal without side effects, and there is no record of this call"
     return json.dumps({"error": why, "tool": name, "arguments": json.loads(arguments)})
 
 
 class ShadowTools:
-    """Wraps an app's tools. In production calls they do as ever; in shadow runs nothing that writes is run.
+    """Wraps an app's tools: production calls are unchanged, shadow runs execute nothing that writes.
 
-    `refusal(name, arguments)` makes the result of a call that is refused, for frameworks whose tools return other
-    things than text.
+    `refusal(name, arguments)` makes the result of a refused call, for frameworks whose tools do not return text.
     """
 
     def __init__(self, refusal: Refusal = refuse_as_json) -> None:
         self._refusal = refusal
-        #: By name; None where several functions were given the same.
+        #: By name; None if several functions share it.
         self._tools: dict[str, _Tool | None] = {}
 
     def bound_to(self, replay: Replay) -> "RunTools":
-        """The tools of one shadow run."""
         return RunTools(self._tools, replay, self._refusal)
 
     @overload
@@ -91,7 +87,7 @@ class ShadowTools:
     def tool(
         self, function: Callable[..., Any] | None = None, *, read_only: bool = False, name: str | None = None
     ) -> Any:
-        """Wrap a function, sync or async; also a decorator. `read_only` declares that it may run in shadow runs.
+        """Wrap a sync or async function, also as a decorator. `read_only` tools may run in shadow runs.
 
         Raises TypeError for a generator, whose result cannot be recorded.
         """
@@ -110,7 +106,7 @@ class ShadowTools:
 
 
 class RunTools(Mapping[str, Callable[..., Any]]):
-    """The tools of one shadow run by name, in whatever thread they are called. What no one tool has is refused."""
+    """Tools of one shadow run by name, usable in any thread. Unknown or ambiguous tools are refused."""
 
     def __init__(self, tools: Mapping[str, "_Tool | None"], replay: Replay, refusal: Refusal = refuse_as_json) -> None:
         self._tools, self._replay, self._refusal = tools, replay, refusal
@@ -136,7 +132,7 @@ class RunTools(Mapping[str, Callable[..., Any]]):
         return name in list(self)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """What a model's call gives; of an async tool, what is to be awaited."""
+        """Run a model's call; an async tool returns an awaitable."""
         return self[name](**arguments)
 
 
@@ -146,19 +142,19 @@ class _Tool:
         self._read_only, self._refusal = read_only, refusal
         self._signature = inspect.signature(function)
         self._is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-        #: Where production called it last.
+        #: Production's last event loop.
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def within(self, bound: Replay | None) -> Callable[..., Any]:
-        """The tool in one shadow run; with None, wherever it is called."""
+        """The tool in one shadow run; with None, in the current context."""
 
         @functools.wraps(self.function)
         def call(*args: Any, **kwargs: Any) -> Any:
             replay = bound or current()
             if is_shadow_process() and not isinstance(replay, Replay):
-                replay = Replay(())  # of a thread that no run has begun
+                replay = Replay(())  # a thread without a run
             if isinstance(replay, Replay):
-                # Answer from the record, run it, or refuse it. Raises what the recorded call raised.
+                # Replay, run or refuse. Raises the recorded error.
                 arguments = self._arguments(args, kwargs)
                 if (found := replay.next_recorded(self._name, arguments)) is not None:
                     replay.calls.append(ShadowToolCall(self._name, arguments, "recorded"))
@@ -188,11 +184,11 @@ class _Tool:
         return call_async if self._is_async else call
 
     def _call_recorded(self, trace: CallTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do as ever in production, and record what comes of it."""
+        """Run in production, and record the outcome."""
         try:
             arguments = self._arguments(args, kwargs)
         except TypeError:
-            return self.function(*args, **kwargs)  # which raises it too
+            return self.function(*args, **kwargs)  # raises the same error
 
         def record(result: Any, error: Exception | None = None) -> None:
             copied = None if error is None else _copy_of(error)
@@ -218,57 +214,57 @@ class _Tool:
         return result
 
     def _home(self, replay: Replay) -> asyncio.AbstractEventLoop | None:
-        """The event loop that production calls it in, if that still runs."""
+        """Production's event loop, if it still runs."""
         return next((each for each in (self._loop, replay.loop) if each is not None and each.is_running()), None)
 
     async def _await_at_home(self, work: Coroutine[Any, Any, Any], replay: Replay) -> Any:
-        """What a shadow run's call gives, awaited in production's loop, to which the tool's connections belong."""
+        """Await in production's event loop, to which the tool's connections belong."""
         home = running_loop() if is_shadow_process() else self._home(replay)
         if home is None:
             work.close()
-            raise RuntimeError(f"{self._name} was not run: production has no event loop that it could run in")
+            raise RuntimeError(f"{self._name} was not run: production has no running event loop")
         if home is running_loop():
             with in_context(replay):
                 return await work
 
-        async def come_to_end() -> tuple[Any, Exception | None]:
-            """The result or the error: production's event loop must not feel it."""
+        async def catch_errors() -> tuple[Any, Exception | None]:
+            """The result or the error, which must not reach production's event loop."""
             try:
                 with in_context(replay):
                     return await work, None
             except Exception as error:  # noqa: BLE001 - an outcome of the shadow run
                 return None, error
-            except (SystemExit, asyncio.CancelledError) as error:  # they would end the loop, or the runner's task
+            except (SystemExit, asyncio.CancelledError) as error:  # would end the loop or the runner's task
                 return None, RuntimeError(repr(error))
 
-        result, error = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(come_to_end(), home))
+        result, error = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(catch_errors(), home))
         if error is not None:
             raise error
         return result
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """The arguments as JSON, each under its name. Raises TypeError where they do not fit the function."""
+        """The arguments as JSON by name. Raises TypeError if they do not fit the function."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         named = {name: value for name, value in bound.arguments.items() if name not in {"self", "cls"}}
         try:
             return json.dumps(named, sort_keys=True, default=_repr_or_kind)
-        except Exception:  # noqa: BLE001 - keys that are no texts, circles, and what classes of the app's raise
+        except Exception:  # noqa: BLE001 - keys that are no texts, cycles, the app's classes
             return json.dumps({"arguments": _repr_or_kind(named)})
 
 
 def _copy_of(error: Exception) -> Exception:
-    """The same error, but another object: production's keeps its traceback to itself."""
+    """A copy of the error, so that production's keeps its own traceback."""
     try:
         copied = copy.copy(error)
-    except Exception:  # noqa: BLE001 - any class may refuse to be copied in its own way
+    except Exception:  # noqa: BLE001 - any class may fail to copy
         copied = None
     return copied if type(copied) is type(error) else RuntimeError(_repr_or_kind(error))
 
 
 def _repr_or_kind(thing: object) -> str:
-    """What `repr` says, or the name of its class where that raises."""
+    """`repr`, or the class's name if that raises."""
     try:
         return repr(thing)
-    except Exception:  # noqa: BLE001 - any class may raise what it likes
+    except Exception:  # noqa: BLE001 - any class may raise
         return f"<{type(thing).__qualname__}>"

@@ -1,4 +1,4 @@
-"""Lets production tune an agent: calls of the production agent are run again, out of sight, by one with our model."""
+"""Repeats calls of a production agent as shadow runs on the trained model, and sends their rewards."""
 
 import copy
 import functools
@@ -39,13 +39,13 @@ from tuneloop.runner.shadow.tools import Replay, ShadowTools, is_shadow_process
 
 Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
 
-#: Copies the inputs of a call before the app's agent can change them.
+#: Copies a call's inputs before the app's agent can change them.
 Capture = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], Mapping[str, Any]]]
 
 
 @dataclass(slots=True)
 class _Observed:
-    """A production call under way; `call` is None if it will not be run again."""
+    """A running production call; `call` is None if it is not repeated."""
 
     trace: CallTrace
     agent: AgentFactory | None
@@ -55,21 +55,21 @@ class _Observed:
 
 @dataclass(kw_only=True)
 class TrainingRunner:
-    """Runs a share of production's calls again as shadow runs, and sends their rewards to the service that trains.
+    """Repeats a share of production's calls as shadow runs, and sends their rewards to the training service.
 
-    `agent` makes the agent of a shadow run, bound to the `model` that the `service` trains; what it returns is called
-    as production was. `reward_calculator` says what its answer is worth. `repeat_time` runs of one call make a group.
+    `agent` makes a shadow run's agent, bound to the `model` that the `service` trains; it is called as production was.
+    `reward_calculator` rewards its answer. `repeat_time` runs of one call form a group.
 
-    Users get production's answer as it is. Nothing that goes wrong here reaches the app: it is counted, by kind, in
-    `counters()`, and the first of each kind is logged.
+    Users get production's answer unchanged. Errors never reach the app: `counters()` counts them by kind, and the first
+    of each kind is logged.
 
-    At most `queue_size` calls wait, `concurrency` shadow runs go on at once, each for at most `timeout_seconds`. Every
-    `commit_interval_seconds` (0: only at the end) what was rewarded is released to the trainer. `outbox` is the folder
-    where rewards wait for a service that is away; without one they are lost if the process ends before it is back.
+    At most `queue_size` calls wait and `concurrency` shadow runs run, each for at most `timeout_seconds`. Rewarded
+    replies are committed every `commit_interval_seconds` (0: only at the end). Rewards for an unavailable service wait
+    in the folder `outbox`; without one they are lost when the process ends.
 
-    Inputs are copied in the app's thread, or by `capture`. Shadow runs go on in a thread of the app's process. With
-    `queue`, a folder, this process runs none: it leaves the selected calls there, as JSON, for a process that
-    `python -m tuneloop.runner shadow` starts, which gets the other settings.
+    Inputs are copied in the app's thread, or by `capture`. Shadow runs use a thread of the app's process. With `queue`,
+    a folder, the selected calls are written there as JSON for `python -m tuneloop.runner shadow`, which has the other
+    settings.
     """
 
     service: str = ""
@@ -89,7 +89,7 @@ class TrainingRunner:
     queue: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what makes no sense."""
+        """Raises ValueError."""
         if min(self.repeat_time, self.concurrency, self.queue_size) < 1:
             raise ValueError("repeat_time, concurrency and queue_size must be at least 1")
         if not self.timeout_seconds > 0:
@@ -98,7 +98,7 @@ class TrainingRunner:
         if self.queue is None:
             if not all(given):
                 raise ValueError("give service, model, agent and reward_calculator, or queue")
-            Feedback(self.service, api_key=self.api_key).close()  # which says what is wrong with a URL, or a key
+            Feedback(self.service, api_key=self.api_key).close()  # checks the URL and the key
         elif any(given):
             raise ValueError("queue: give service, model, agent and reward_calculator to `tuneloop.runner shadow`")
         self._counts = ShadowCounts()
@@ -113,11 +113,11 @@ class TrainingRunner:
 
     @staticmethod
     def builder() -> "TrainingRunnerBuilder":
-        """What AgentScope's Java API begins with: a method for each setting, then `build()`."""
+        """A builder as in AgentScope's Java API."""
         return TrainingRunnerBuilder()
 
     def start(self) -> Self:
-        """Begin, in a forked child again. Before, wrapped functions do as they would without this."""
+        """Start the worker, in a forked child again. Until then wrapped functions run unchanged."""
         self._leave_to_parent()
         if self._worker is not None or is_shadow_process():
             return self
@@ -164,18 +164,18 @@ class TrainingRunner:
         return self
 
     def _leave_to_parent(self) -> None:
-        """In a child that was forked after a start: what was begun, its process and its folder are the parent's."""
+        """Drop the worker in a forked child: its thread, executor and folder are the parent's."""
         if self._worker is None or self._pid == os.getpid():
             return
         if self._executor is not None:
-            self._executor.feedback.close(0)  # which since the fork has only what is said in the child
-        # Kept: its event loop is the parent's too, and would be closed when nothing refers to it.
+            self._executor.feedback.close(0)  # since the fork it has only the child's feedback
+        # Keep a reference: its garbage collection would close the parent's event loop.
         self._parents, self._worker = self._worker, None
         self._executor = self._temporary = None
-        self._counts = ShadowCounts()  # the lock of the old ones may be held, by a thread that is not here
+        self._counts = ShadowCounts()  # a missing thread may hold the old lock
 
     def stop(self, timeout: float = 60.0) -> bool:
-        """Run what waits, send and commit what it earned, and end; whether all of it was done in so many seconds."""
+        """Run waiting calls, send and commit their rewards, and end; whether all was done in time."""
         self._leave_to_parent()
         worker, self._worker = self._worker, None
         if worker is None:
@@ -195,7 +195,7 @@ class TrainingRunner:
         self.stop()
 
     def counters(self) -> dict[str, int]:
-        """What became of calls and runs, by kind, and of the feedback on them."""
+        """Counts of calls, runs and feedback by kind."""
         found = self._counts.snapshot()
         if (executor := self._executor) is not None:
             names = ("pending", "sent", "refused")
@@ -209,11 +209,11 @@ class TrainingRunner:
     def shadow(self, *, agent: AgentFactory | None = None) -> Callable[[Wrapped], Wrapped]: ...
 
     def shadow(self, call: Callable[..., Any] | None = None, *, agent: AgentFactory | None = None) -> Any:
-        """Decorate a function of production's: see `wrap`."""
+        """Decorator form of `wrap`."""
         return self.wrap(call, agent=agent) if call is not None else lambda each: self.wrap(each, agent=agent)
 
     def wrap(self, call: Wrapped, *, agent: AgentFactory | None = None) -> Wrapped:
-        """The same callable, of whose calls `agent`, or else the runner's, runs some again. Raises TypeError."""
+        """The same callable; `agent`, by default the runner's, repeats some of its calls. Raises TypeError."""
         if agent is not None and self.queue is not None:
             raise ValueError("wrap: with queue= the agent is that of `tuneloop.runner shadow`")
         inner = call if inspect.isroutine(call) else getattr(call, "__call__", call)  # noqa: B004
@@ -256,11 +256,11 @@ class TrainingRunner:
     def _begin(
         self, name: str, agent: AgentFactory | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Observed | None:
-        """Before a call: whether it may be run again, and then what it was asked. None: it is no production call."""
+        """Select a call and copy its inputs. None: not a production call."""
         worker = self._worker
         if current_trace() is not None or isinstance(current(), Replay):
             return None
-        marks = take_marks()  # of this call, whether or not they are read
+        marks = take_marks()  # always taken: they belong to this call
         if worker is None or not worker.running:
             return None
         self._counts.add("calls")
@@ -300,7 +300,7 @@ class TrainingRunner:
 
 
 class TrainingRunnerBuilder:
-    """A `TrainingRunner`, setting by setting, also by the names `trinity_endpoint` and `model_name` of the Java API."""
+    """Builds a TrainingRunner by setters, also the Java API's `trinity_endpoint` and `model_name`."""
 
     _NAMES: ClassVar = {"trinity_endpoint": "service", "model_name": "model"}
 
@@ -319,5 +319,5 @@ class TrainingRunnerBuilder:
         return give
 
     def build(self) -> TrainingRunner:
-        """The runner, which `start()` begins. Raises ValueError as TrainingRunner does."""
+        """Raises ValueError."""
         return TrainingRunner(**self._settings)

@@ -1,4 +1,4 @@
-"""A dataset of tasks: JSON lines, JSON and CSV read here, everything else by Hugging Face `datasets`."""
+"""Reads datasets of tasks: JSON lines, JSON and CSV directly, other formats by Hugging Face `datasets`."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from tuneloop.runner.errors import DatasetRefused, ExtraMissing
 
 
 def written_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, each a dictionary. Raises DatasetRefused as `FILE:LINE: what is wrong`."""
+    """Rows of a file as dictionaries. Raises DatasetRefused as `FILE:LINE: reason`."""
     try:
         yield from READERS[file.suffix.lower()](file)
     except UnicodeDecodeError as error:
@@ -34,7 +34,7 @@ def _json_lines(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _json(file: Path) -> Iterator[dict[str, Any]]:
-    """A list of objects; an object that holds one list of them; or JSON lines under that name."""
+    """A list of objects, an object with one list of them, or JSON lines."""
     text = _text(file)
     try:
         found = json.loads(text)
@@ -56,7 +56,7 @@ def _json(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _csv(file: Path) -> Iterator[dict[str, Any]]:
-    """Values are strings: `007` stays what it is."""
+    """Values stay strings: `007` keeps its zeros."""
     with file.open(encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(text, delimiter="\t" if file.suffix.lower() == ".tsv" else ",")
         header = next(reader, None)
@@ -91,27 +91,25 @@ READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
 
 Task = dict[str, Any]
 
-#: Files that `datasets` reads, by the name of its builder.
+#: Builders of `datasets` by file suffix.
 _BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
 
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?\Z")
 
-#: What may stand between a split and the rest of a file's name: train-00000-of-00002.parquet.
+#: Separators after the split in a file's name: train-00000-of-00002.parquet.
 _AFTER_SPLIT = "-_."
 
-
-#: In which order tasks may be run, by Trinity's names.
+#: Task orders, by Trinity's names.
 SELECTORS = ("sequential", "shuffle", "random", "offline_easy2hard")
 
 
 @dataclass(slots=True)
 class DatasetConfig:
-    """Where tasks come from, and how often they are gone through.
+    """The source of tasks, and how often they are run.
 
-    `split` may be a slice as in `datasets`: `train[:100]`, `train[10%:]`. `total_steps` wins over `total_epochs`.
-    `workflow_args` stand in each task under that name. `task_selector` says by its `selector_type` in which order
-    tasks are run: `sequential`, `shuffle` (another order each epoch), `random` (each step for itself), or
-    `offline_easy2hard` (by `feature_keys`, the largest first).
+    `split` may be a slice as in `datasets`: `train[:100]`, `train[10%:]`. `total_steps` wins over `total_epochs`. Each
+    task gets `workflow_args`. `task_selector` has a `selector_type`: `sequential`, `shuffle` (a new order each epoch),
+    `random` (each step draws), or `offline_easy2hard` (by `feature_keys`, largest first).
     """
 
     path: str
@@ -123,7 +121,7 @@ class DatasetConfig:
     task_selector: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Raise DatasetRefused for a value that makes no sense."""
+        """Raises DatasetRefused."""
         self.path = str(self.path)
         for name, value in (("total_epochs", self.total_epochs), ("total_steps", self.total_steps)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -136,18 +134,17 @@ class DatasetConfig:
 
     @property
     def selector_type(self) -> str:
-        """In which order its tasks are run."""
         return str((self.task_selector or {}).get("selector_type") or "sequential")
 
     def preview(self, n: int = 5) -> list[Task]:
-        """The first `n` tasks, printed as JSON too. Raises DatasetRefused, ExtraMissing."""
+        """The first `n` tasks, also printed as JSON. Raises DatasetRefused, ExtraMissing."""
         tasks = list(islice(self._rows(), n))
         self._require(tasks)
-        print(json.dumps(tasks, indent=2, ensure_ascii=False, default=str))  # noqa: T201 - what it is for
+        print(json.dumps(tasks, indent=2, ensure_ascii=False, default=str))  # noqa: T201
         return tasks
 
     def tasks(self) -> list[Task]:
-        """All tasks, in their order. Raises DatasetRefused, ExtraMissing."""
+        """All tasks in order. Raises DatasetRefused, ExtraMissing."""
         tasks = list(self._rows())
         self._require(tasks)
         if self.selector_type == "offline_easy2hard":
@@ -166,7 +163,7 @@ class DatasetConfig:
     def _rows(self) -> Iterator[Task]:
         path = Path(self.path).expanduser()
         if path.is_file():
-            # A file is the split `train`, as in `datasets`, and that by which it is named.
+            # A file is one split: `train`, as in `datasets`, or the split in its name.
             wanted, named = self._slice(), _stem(path)
             if wanted is not None and wanted["name"] not in {"train", named}:
                 raise DatasetRefused(
@@ -181,7 +178,7 @@ class DatasetConfig:
             return self._rows_of_folder(folder)
         if path.is_absolute() or self.path.startswith((".", "~")) or path.suffix in {*READERS, *_BUILDERS}:
             raise DatasetRefused(f"{self.path}: there is no such file or folder")
-        datasets = _datasets(f"{self.path} is not a file or folder here, so it is a name on the Hub")
+        datasets = _datasets(f"{self.path} is no local file or folder, so it is a name on the Hub")
         wanted = self._slice()
         try:
             split = None if wanted is None else wanted["name"]
@@ -194,7 +191,6 @@ class DatasetConfig:
 
     def _rows_of_folder(self, folder: Path) -> Iterator[Task]:
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-            # Of a folder that `save_to_disk` wrote.
             loaded = _datasets(f"{folder} was written by save_to_disk").load_from_disk(str(folder))
             wanted = self._slice()
             if hasattr(loaded, "column_names") and isinstance(loaded.column_names, dict):
@@ -217,12 +213,12 @@ class DatasetConfig:
         return _take_slice(_read_files(found[wanted["name"]]), wanted)
 
     def _slice(self) -> re.Match[str] | None:
-        """The name of the split, and where a slice of it starts and stops."""
+        """The split's name, and the bounds of its slice."""
         return None if self.split is None else _SPLIT.match(self.split)
 
 
 def splits_of(folder: Path) -> dict[str, list[Path]]:
-    """The files of each split, whose names or folders (but `data/`) begin with it; others are `train`."""
+    """Files by split, named by a folder (except `data/`) or the start of the file's name; others are `train`."""
     files = [
         each
         for each in sorted(folder.rglob("*"))
@@ -241,7 +237,7 @@ def splits_of(folder: Path) -> dict[str, list[Path]]:
 
 
 def _stem(file: Path) -> str:
-    """The split that a file's name begins with: `train` of train-00000-of-00002.parquet."""
+    """The split in a file's name: `train` of train-00000-of-00002.parquet."""
     stem = file.name.partition(".")[0]
     return re.split(rf"[{_AFTER_SPLIT}]\d", stem)[0]
 

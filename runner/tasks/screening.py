@@ -1,4 +1,4 @@
-"""A judge chooses tasks by a rubric."""
+"""Selects tasks with a judge and a rubric."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _WANTED = "Show a request of a user that an assistant should be trained on."
 
 @dataclass(frozen=True, slots=True)
 class Screened:
-    """What the judge kept, with its scores, what it did not, and how many it gave no usable verdict on."""
+    """Tasks that the judge kept, with scores, tasks that it rejected, and tasks without a usable verdict."""
 
     kept: tuple[ImportedTask, ...]
     rejected: tuple[ImportedTask, ...]
@@ -23,7 +23,7 @@ class Screened:
 
 
 def learn_task_rubric(good: Sequence[str], bad: Sequence[str], endpoint: Endpoint, *, criteria: int = 4) -> Rubric:
-    """Criteria that a model writes from tasks worth training on and others. Raises JudgeError, ValueError."""
+    """A rubric that a model writes from good and bad tasks. Raises JudgeError, ValueError."""
     if not good or not bad:
         raise ValueError("a rubric needs good tasks and bad ones")
     count = max(len(good), len(bad))
@@ -32,10 +32,10 @@ def learn_task_rubric(good: Sequence[str], bad: Sequence[str], endpoint: Endpoin
 
 
 def screen_tasks(tasks: Iterable[ImportedTask], judge: Judge, *, least: float = 0.5) -> Screened:
-    """The tasks that a judge gives `least` or more, of 0 to 1, with their scores. Raises JudgeAway."""
+    """Keep tasks with a verdict of at least `least` in [0, 1]. Raises JudgeAway."""
     found: tuple[list[ImportedTask], list[ImportedTask], list[ImportedTask]] = ([], [], [])
     for each in tasks:
-        # A task as a reply to the wish for one: so the judge's marks stand around it.
+        # The task is shown as a reply to a request for one, inside the judge's data marks.
         turns = [f"[{turn['role']}] {turn.get('content')}" for turn in each.messages[:-1]]
         shown = "\n\n".join([*turns, f"[user] {each.question}"]) if turns else each.question
         try:

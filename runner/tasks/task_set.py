@@ -1,4 +1,4 @@
-"""A data set of tasks made of logged exchanges: filtered, without duplicates, ordered, and its file."""
+"""Builds a data set of tasks from logged exchanges: filters, deduplicates, orders, reads and writes."""
 
 import hashlib
 import json
@@ -17,32 +17,31 @@ from tuneloop.runner.logs.exchange import LoggedExchange, essence_of, json_lines
 from tuneloop.runner.private_files import private_opener
 from tuneloop.runner.rewards.reply import ChatMessage, calls_of, text_of
 
-#: Whether an exchange is kept.
+#: Whether to keep an exchange.
 ExchangeFilter = Callable[[LoggedExchange], bool]
 
 
 def all_of(*filters: ExchangeFilter) -> ExchangeFilter:
-    """Those that every filter keeps."""
     return lambda exchange: all(each(exchange) for each in filters)
 
 
 def with_reward(least: float = float("-inf"), most: float = float("inf")) -> ExchangeFilter:
-    """Those with a reward, from `least` to `most`."""
+    """Keeps exchanges with a reward in [least, most]."""
     return lambda exchange: exchange.reward is not None and least <= exchange.reward <= most
 
 
 def between(since: float = float("-inf"), until: float = float("inf")) -> ExchangeFilter:
-    """Those of that time, in seconds since 1970; `until` is no part of it. One without a time is of none."""
+    """Keeps exchanges in [since, until), in seconds since 1970; drops those without a time."""
     return lambda exchange: exchange.at is not None and since <= exchange.at < until
 
 
 def by_model(*names: str) -> ExchangeFilter:
-    """Those that asked one of these models, of whatever version: `tiny` is also `tiny@3`."""
+    """Keeps exchanges with these models, in any version: `tiny` includes `tiny@3`."""
     return lambda exchange: exchange.model is not None and exchange.model.partition("@")[0] in names
 
 
 def asks(pattern: str) -> ExchangeFilter:
-    """Those in whose last question the regular expression is found."""
+    """Keeps exchanges whose last question matches the regular expression."""
     compiled = re.compile(pattern, re.IGNORECASE)
 
     def keeps(exchange: LoggedExchange) -> bool:
@@ -53,12 +52,12 @@ def asks(pattern: str) -> ExchangeFilter:
 
 
 def turns(most: int) -> ExchangeFilter:
-    """Those in which a user has said something so many times at most: 1 is how a conversation begins."""
+    """Keeps exchanges with at most so many user messages: 1 is the start of a conversation."""
     return lambda exchange: sum(each["role"] == "user" for each in exchange.messages) <= most
 
 
 def offers_tools(*names: str) -> ExchangeFilter:
-    """Those that were offered tools, or these tools."""
+    """Keeps exchanges that offer tools, or these tools."""
 
     def keeps(exchange: LoggedExchange) -> bool:
         offered = {str((each.get("function") or each).get("name")) for each in exchange.tools}
@@ -69,12 +68,11 @@ def offers_tools(*names: str) -> ExchangeFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedTask:
-    """A task: what a user asked, as `messages`, of which `question` is the last one's text.
+    """A task: the user's `messages`; `question` is the text of the last one.
 
-    `answer` is what would be right, where a person said so; `reply` is what a model answered, right or wrong, with
-    `reward` and the `expected_calls` of tools if there were any on the way to an answer. `provenance` says where it
-    comes from: `source`, `place`, `ids`, `conversation`, and `parent` of one that a model made of another. `scores` are
-    a judge's.
+    `answer` is right by a person's judgement; `reply` is a model's, right or wrong, with its `reward` and the
+    `expected_calls` of tools. `provenance` has `source`, `place`, `ids`, `conversation`, and the `parent` of a derived
+    task. `scores` are a judge's.
     """
 
     task_id: str
@@ -89,13 +87,13 @@ class ImportedTask:
     scores: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The row of a file; what is unknown or empty is left out, but for the answer."""
+        """A row without empty fields, except `answer`."""
         row = asdict(self)
         return {name: value for name, value in row.items() if name == "answer" or value not in (None, (), {}, [])}
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> "ImportedTask":
-        """A row of such a file. A row of others needs a `question` only. Raises ValueError for anything else."""
+        """Parse a row; only `question` is required. Raises ValueError."""
         question = row.get("question")
         if not isinstance(question, str) or not question.strip():
             raise ValueError("a task needs a question")
@@ -109,7 +107,7 @@ class ImportedTask:
 
 @dataclass(frozen=True, slots=True)
 class ImportCounts:
-    """What became of the exchanges: how many were read, filtered out, kept out by their owners, and made tasks."""
+    """Numbers of exchanges: read, filtered out, opted out by their owners, without a question; and of tasks."""
 
     read: int
     filtered: int
@@ -125,12 +123,11 @@ def tasks_of(
     trust: float | None = None,
     include_opted_out: bool = False,
 ) -> tuple[list[ImportedTask], ImportCounts]:
-    """The tasks in exchanges, in their order: one for each different thing that a user asked in a conversation.
+    """The tasks in exchanges, in order: one per question of a user in a conversation.
 
-    Calls that an agent made on the way from one question to its answer are one task. A conversation of which anything
-    must not be trained on is left out as a whole, unless `include_opted_out`. `keep` is a filter
-    (tuneloop.runner.tasks.task_set). A reply becomes the `answer` if it is an edited or a wanted one, or if its reward
-    is `trust` or more.
+    An agent's calls between a question and its answer are one task. A conversation with any exchange that refuses
+    training is dropped, unless `include_opted_out`. `keep` is a filter. A reply becomes the `answer` if it is
+    corrected, is a training target, or has a reward of at least `trust`.
     """
     found = list(exchanges)
     barred = set() if include_opted_out else {(each.source, each.conversation) for each in found if not each.train}
@@ -155,7 +152,7 @@ def tasks_of(
 
 
 def question_of(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
-    """The messages up to the last one of a user that says something; none if there is none."""
+    """Messages up to the last user message with text; empty without one."""
     places = [at for at, each in enumerate(messages) if each["role"] == "user" and text_of(each["content"]).strip()]
     return tuple(messages[: places[-1] + 1]) if places else ()
 
@@ -196,14 +193,14 @@ def _digest(thing: object) -> str:
 
 
 def write_tasks(path: Path, tasks: Iterable[ImportedTask]) -> int:
-    """Write them as JSON lines, beside the path first: the file is whole. Raises ValueError for an id twice."""
+    """Write JSON lines atomically. Raises ValueError for a duplicate id."""
     rows = [each.to_dict() for each in tasks]
     if twice := [name for name, count in Counter(row["task_id"] for row in rows).items() if count > 1]:
         raise ValueError(f"two tasks have the id {twice[0]}")
     beside = path.with_name(f"{path.name}.part")
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     beside.unlink(missing_ok=True)
-    # Half of a character is "?", as cut logs have it.
+    # Cut logs may have unpaired surrogates: write "?".
     with open(beside, "w", encoding="utf-8", errors="replace", opener=private_opener) as file:
         file.write(lines)
         file.flush()
@@ -213,7 +210,7 @@ def write_tasks(path: Path, tasks: Iterable[ImportedTask]) -> int:
 
 
 def read_tasks(path: Path) -> Iterator[ImportedTask]:
-    """The tasks of a file of JSON lines. Raises LogRefused for a line that is none, with its number."""
+    """The tasks of a JSON lines file. Raises LogRefused with the number of an invalid line."""
     for number, row in json_lines(path):
         try:
             yield ImportedTask.from_dict(row)
@@ -222,11 +219,10 @@ def read_tasks(path: Path) -> Iterator[ImportedTask]:
 
 
 def with_scores(task: ImportedTask, scores: Mapping[str, float]) -> ImportedTask:
-    """The task with a judge's scores."""
     return replace(task, scores={**task.scores, **scores})
 
 
-#: Characters of a shingle; of characters and not of words, for not every language writes spaces.
+#: Characters of a shingle: not words, since not every language has spaces.
 _SHINGLE = 5
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -234,7 +230,7 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 @dataclass(frozen=True, slots=True)
 class Deduplicated:
-    """Those that are left, the first of each kind, and of which task each other one is a duplicate, by their ids."""
+    """The first task of each kind, and the originals of exact and near duplicates, by id."""
 
     kept: tuple[ImportedTask, ...]
     exact: dict[str, str]
@@ -244,10 +240,10 @@ class Deduplicated:
 def deduplicate(
     tasks: Iterable[ImportedTask], *, near: float | None = 0.8, against: Iterable[ImportedTask] = ()
 ) -> Deduplicated:
-    """The tasks without those that repeat an earlier one, or one of `against`.
+    """Drop tasks that repeat an earlier one, or one of `against`.
 
-    `near` is the share of common shingles (Jaccard's index) from which on two texts are one, None for never: of the
-    questions, and of what stood before them.
+    Texts are near duplicates from a Jaccard index of shingles of `near` on (None: never), for both the question and its
+    context.
     """
     if near is not None and not 0 < near <= 1:
         raise ValueError(f"near: {near} must be above 0 and at most 1, or None")
@@ -265,7 +261,7 @@ def deduplicate(
                 exact[each.task.task_id] = original
                 continue
             alike = Counter(other for shingle in rare for other in by_shingle.get(shingle, ()))
-            # A long prompt of the system would make all questions below it alike.
+            # Compare contexts too: a long system prompt makes all its questions alike.
             found = (other for other, _ in alike.most_common() if each.is_near(other, near or 1))
             if (other := next(found, None)) is not None:
                 close[each.task.task_id] = other.task.task_id
@@ -278,7 +274,7 @@ def deduplicate(
 
 
 def normalise(text: str) -> str:
-    """A text without what makes no difference: case, white space, and how characters are written.
+    """A text without differences of case, white space and Unicode form.
 
     >>> normalise("Where  is\\nmy PARCEL?")
     'where is my parcel?'
@@ -287,7 +283,7 @@ def normalise(text: str) -> str:
 
 
 class _Text:
-    """A task as it is compared: its question, and what stood before it."""
+    """A task's question and context, prepared for comparison."""
 
     def __init__(self, task: ImportedTask) -> None:
         turns = [f"{each['role']}: {normalise(text_of(each.get('content')))}" for each in task.messages]
@@ -298,15 +294,15 @@ class _Text:
         self.numbers = tuple(sorted(_NUMBER.findall(self.whole)))
 
     def rarest(self, near: float, frequency: Counter[str]) -> list[object]:
-        """So many of its rarest shingles that a question which shares none of them cannot be near (prefix filtering).
+        """The rarest shingles, so many that a near question shares one of them (prefix filtering).
 
-        Texts with other numbers shall not even be looked at: there may be thousands from one template.
+        The numbers are part of the key: one template may yield thousands of texts that differ only in numbers.
         """
         ordered = sorted(self.question, key=lambda each: (frequency[each], each))
         return [(self.numbers, each) for each in ordered[: len(ordered) - math.ceil(near * len(ordered)) + 1]]
 
     def is_near(self, other: "_Text", near: float) -> bool:
-        """Whether both say nearly the same after nearly the same."""
+        """Whether questions and contexts are both near."""
         pairs = ((self.question, other.question), (self.context, other.context))
         return all(len(one & two) >= near * len(one | two) for one, two in pairs)
 
@@ -315,15 +311,15 @@ def _shingles(text: str) -> set[str]:
     return {text[at : at + _SHINGLE] for at in range(max(1, len(text) - _SHINGLE + 1))}
 
 
-#: One task in so many was never run, if there are such; of a task only so many outcomes count, for the model changes.
+#: Every so many tasks one is new, if possible; only the newest outcomes of a task count, as the model changes.
 _NEW_EVERY, _NEWEST = 5, 32
 
 
 def what_teaches_most(tasks: Sequence[ImportedTask], outcomes: Mapping[str, Sequence[float]]) -> list[ImportedTask]:
-    """The tasks, those first that are solved sometimes.
+    """Sort tasks, those that are solved sometimes first.
 
-    `outcomes` are those of a task's runs by its id, the oldest first, from 0 (not solved) to 1. The share p of solved
-    runs has a Beta distribution that begins with one run of each kind; its mean p(1-p) decides.
+    `outcomes` are the runs' results by task id, oldest first, from 0 (not solved) to 1. The share p of solved runs has
+    a Beta(1, 1) prior; the posterior mean of p(1-p) decides.
     """
 
     def spread(task: ImportedTask) -> float:

@@ -1,4 +1,4 @@
-"""The command `python -m tuneloop.runner tasks`: logs into a data set of tasks."""
+"""Runs the command `python -m tuneloop.runner tasks`: converts logs to a data set of tasks."""
 
 import argparse
 import os
@@ -41,7 +41,7 @@ _READERS: dict[str, Callable[[Path, BrokenEntries], Iterator[LoggedExchange]]] =
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code: 0, 1 for what is refused or away, 2 for a wrong command line."""
+    """Run the command. Exit codes: 0, 1 for refused input or an unavailable service, 2 for a wrong command line."""
     options = make_parser().parse_args(argv)
     run: Callable[[argparse.Namespace], None] = options.run
     try:
@@ -53,10 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """What understands the command line."""
     whole = argparse.ArgumentParser(prog="python -m tuneloop.runner tasks", description=__doc__)
     commands = whole.add_subparsers(required=True)
-    parser = commands.add_parser("import", help="exchanges that were logged into a data set of tasks")
+    parser = commands.add_parser("import", help="convert logged exchanges to a data set of tasks")
     kinds = ", ".join([*_READERS, "service"])
     help_ = f"KIND:PATH; the kinds are {kinds} (service:URL); may be repeated"
     parser.add_argument("--from", dest="sources", action="append", required=True, metavar="KIND:PATH", help=help_)
@@ -65,18 +64,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-reward", type=float, help="only exchanges with a reward of this or less")
     parser.add_argument("--since", type=_time, help="ISO 8601, UTC without an offset")
     parser.add_argument("--until", type=_time, help="the same, exclusive")
-    parser.add_argument("--model", action="append", help="only what this model was asked; may be repeated")
-    parser.add_argument("--asks", metavar="REGEX", help="only questions in which it is found")
-    parser.add_argument("--tools", action="store_true", help="only exchanges that were offered tools")
-    parser.add_argument("--first", action="store_true", help="only how conversations begin")
+    parser.add_argument("--model", action="append", help="only requests to this model; may be repeated")
+    parser.add_argument("--asks", metavar="REGEX", help="only questions that match")
+    parser.add_argument("--tools", action="store_true", help="only exchanges with offered tools")
+    parser.add_argument("--first", action="store_true", help="only first turns of conversations")
     parser.add_argument("--trust", type=float, metavar="REWARD", help="replies with such a reward are right answers")
     parser.add_argument("--near", type=float, default=0.8, help="share of common shingles of duplicates; 0: exact only")
     parser.add_argument("--strict", action="store_true", help="write nothing if a line or a span cannot be read")
-    parser.add_argument("--include-opted-out", action="store_true", help="also what must not be trained on")
+    parser.add_argument("--include-opted-out", action="store_true", help="include exchanges that refuse training")
     parser.add_argument("--rubric", type=Path, help="a judge keeps tasks by this rubric")
     parser.add_argument("--good", type=Path, help="a few tasks worth training on; with --bad: learn the rubric first")
-    parser.add_argument("--bad", type=Path, help="a few that are not")
-    parser.add_argument("--least", type=float, default=0.5, help="the least verdict that is kept, from 0 to 1")
+    parser.add_argument("--bad", type=Path, help="a few tasks that are not")
+    parser.add_argument("--least", type=float, default=0.5, help="keep verdicts of at least this, from 0 to 1")
     parser.add_argument("--judge-url", help="an OpenAI-compatible endpoint, ending in /v1")
     parser.add_argument("--judge-model", help=f"its model; the key is read from {_KEY}")
     parser.set_defaults(run=_import)
@@ -120,7 +119,7 @@ def _import(options: argparse.Namespace) -> None:
         key = os.environ.get(_KEY)
         asked = Endpoint(base_url=options.judge_url, model=options.judge_model, api_key=key, temperature=0.0)
         with asked.open() as endpoint:
-            if options.good and options.bad:  # the rubric is learnt first
+            if options.good and options.bad:  # write the rubric first
                 questions = [[each.question for each in read_tasks(path)] for path in (options.good, options.bad)]
                 learn_task_rubric(questions[0], questions[1], endpoint).save(options.rubric)
             rubric = Rubric.load(options.rubric)
@@ -151,7 +150,7 @@ def _read(source: str, broken: BrokenEntries) -> Iterator[LoggedExchange]:
         nothing = False
         yield exchange
     if nothing and broken.total:
-        raise LogRefused(f"--from {source}: nothing of it can be read: {next(broken.report())}")
+        raise LogRefused(f"--from {source}: no entry is readable: {next(broken.report())}")
 
 
 def _say(parts: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""Runs of the workflow: attempts, their failures, and their rewards on their way to the services."""
+"""Runs the workflow and the judge: attempts, failures, and delivery of rewards to the services."""
 
 import asyncio
 import hashlib
@@ -25,8 +25,6 @@ from tuneloop.runner.tuning.services import ServiceClient
 
 
 class FailureKind(StrEnum):
-    """Why a run gave nothing to learn from."""
-
     WORKFLOW_RAISED = "workflow raised"
     WORKFLOW_HUNG = "workflow hung"
     NO_REWARD = "no reward"
@@ -39,7 +37,7 @@ class FailureKind(StrEnum):
 
 
 class RunFailed(Exception):
-    """A run failed: of which kind, and in a sentence how. `again`: another attempt may go better."""
+    """A failed run. `again`: a retry may succeed."""
 
     def __init__(self, kind: FailureKind, sentence: str, *, again: bool = False) -> None:
         super().__init__(sentence)
@@ -54,16 +52,16 @@ _OUR_REWARDS = (
 
 
 def sentence_of(error: BaseException) -> str:
-    """The error's type and what it says, whatever its `__str__` does."""
+    """The error's type and message, even if `__str__` raises."""
     try:
         trinitys = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "trinity"
         return f"{type(error).__name__}: {error}{_OUR_REWARDS if trinitys else ''}"
     except Exception:  # noqa: BLE001 - users' classes raise anything
-        return f"{type(error).__name__}, whose text cannot be had"
+        return f"{type(error).__name__}, whose message raised an error"
 
 
 class FailureLog:
-    """Counts failures by kind, and says the first of each kind whole."""
+    """Counts failures by kind and reports the first of each kind in full."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -71,32 +69,31 @@ class FailureLog:
         self._held: set[tuple[str, str]] = set()
 
     def add(self, error: RunFailed, *, where: str) -> None:
-        """Count a failure; the first of its kind is said, with the traceback of what caused it."""
         self.counts[error.kind.value] += 1
         if self.counts[error.kind.value] > 1:
             return
         cause = error.__cause__
         trace = "".join(traceback.format_exception(cause)) if cause is not None else ""
-        self._say(f"{error.kind.value}, {where}: {error} (said once; further ones are counted)\n{trace}".rstrip())
+        self._say(f"{error.kind.value}, {where}: {error} (shown once; further ones are counted)\n{trace}".rstrip())
 
     def note_held(self, what: str, function: Callable[..., Any], seconds: float) -> None:
-        """Say, once of each function, that it held the event loop; `what` it is."""
+        """Report once per function that it blocked the event loop; `what` is "workflow" or "judge"."""
         name = getattr(function, "__qualname__", type(function).__qualname__)
         if (what, name) not in self._held:
             self._held.add((what, name))
             self._say(
-                f"{what} {name} held the event loop {seconds:.1f} s, and all other runs with it: await what takes long"
-                " (asyncio.sleep, an async client), or write it with `def`, which runs in a thread (said once)"
+                f"{what} {name} blocked the event loop and all other runs for {seconds:.1f} s: await slow calls"
+                " (asyncio.sleep, an async client), or write it with `def`, which runs in a thread (shown once)"
             )
 
 
-#: Seconds that a cancelled function gets for its `finally`.
+#: Seconds that a cancelled function has for its `finally`.
 _GRACE_S = 5.0
 
-#: Who keeps the event loop for so many seconds without an `await` is named.
+#: A function that blocks the event loop for so many seconds is reported.
 _HELD_S = 1.0
 
-#: Of the time until a timeout, what a wait of so many seconds takes longer does not count: another task held the loop.
+#: Step of a timeout's countdown, in seconds: time in which another task blocked the loop does not count.
 _SLICE_S = 0.25
 
 
@@ -106,7 +103,7 @@ async def call_within(
     arguments: dict[str, Any],
     note_held: Callable[[float], object] = lambda seconds: None,
 ) -> Any:
-    """What the function returns. Raises TimeoutError: it is cancelled then, or, in a thread, left to itself."""
+    """Await the function. On a timeout, cancel it (a thread runs on) and raise TimeoutError."""
     working = asyncio.ensure_future(_call(function, arguments, note_held))
     left = timeout_s
     try:
@@ -115,20 +112,20 @@ async def call_within(
             left -= _SLICE_S
         if not working.done():
             raise TimeoutError(f"not done after {timeout_s:g} s")
-        if working.cancelled():  # not by us: as it is, it would look like the end of the whole call
-            raise RuntimeError("it was cancelled from within: it raised CancelledError")
+        if working.cancelled():  # by itself: CancelledError would end the whole call
+            raise RuntimeError("it cancelled itself: it raised CancelledError")
         return working.result()
     finally:
         if not working.done():
             working.cancel()
             await asyncio.wait({working}, timeout=_GRACE_S)
             if not working.done():
-                # It catches what cancels it: the event loop's end would wait for it for ever.
+                # It suppresses its cancellation: without this, closing the event loop would wait for it without end.
                 asyncio._unregister_task(working)
 
 
 class _Watched:
-    """A coroutine whose longest time without an await is measured."""
+    """Awaits a coroutine and reports each step that blocks the event loop."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], note_held: Callable[[float], object]) -> None:
         self._coroutine, self._note_held = coroutine, note_held
@@ -147,7 +144,7 @@ class _Watched:
                     self._note_held(seconds)
             try:
                 value, error = (yield yielded), None
-            except BaseException as thrown:  # noqa: BLE001 - the coroutine's own, such as what cancels it
+            except BaseException as thrown:  # noqa: BLE001 - goes into the coroutine, cancellation too
                 value, error = None, thrown
 
 
@@ -163,27 +160,27 @@ async def _call(function: Callable[..., Any], arguments: dict[str, Any], note_he
         return await returned if inspect.isawaitable(returned) else returned
     except (Exception, asyncio.CancelledError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # such as SystemExit, which would end the event loop, and all other runs with it
+    except BaseException as error:  # SystemExit would end the event loop with all other runs
         raise RuntimeError(f"it ended with {error!r}") from error
 
 
 _log = logging.getLogger("tuneloop.tune")
 
-#: The largest reward that a service takes, either way.
+#: The largest magnitude of a reward that a service accepts.
 MAX_REWARD = 1e6
 
-#: What fails so may have failed because a service was away.
+#: Failures that an unavailable service may have caused.
 _MAYBE_AWAY = {FailureKind.WORKFLOW_RAISED, FailureKind.WORKFLOW_HUNG, FailureKind.SERVICE_AWAY}
 
 _NO_SUCH_MODEL = re.compile(r"model \S+ does not exist")
 
-#: Seconds between two looks whether a service is back that a run found away.
+#: Seconds before a retry after an outage of a service.
 _AWAY_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A run that is to be made: the `member`-th of the task at `position`."""
+    """One run to make: the `member`-th of the task at `position`."""
 
     step: int
     position: int
@@ -196,8 +193,8 @@ class Member:
 class Attempts:
     """Makes runs.
 
-    `services` are those that train, by the names of their models, the main one first. `model_for(name, run)` is what
-    the workflow gets for the model `name`; `others` are passed on as they are.
+    `services` train, by model name, the main model first. `model_for(name, run)` makes the client of model `name`;
+    `others` go to the workflow unchanged.
     """
 
     def __init__(
@@ -217,10 +214,10 @@ class Attempts:
         self._working, self._judging = (asyncio.Semaphore(call.concurrency or CONCURRENCY) for _ in range(2))
 
     async def run(self, member: Member) -> RunResult:
-        """Run a task until it is rewarded or has failed for good. Raises ServiceAway."""
+        """Run a task until it has a reward or its retries are spent. Raises ServiceAway."""
         attempt = spent = 0
         while True:
-            # Never that of an earlier attempt: its calls are in the ledger, and must not be mixed with these.
+            # A new id for each attempt: the ledger has the calls of earlier attempts.
             first = attempt == 0 and self._life == 1
             run_id = str(member.member) if first else f"{member.member}.{self._life}.{attempt}"
             try:
@@ -248,7 +245,7 @@ class Attempts:
             for name, service in self._services.items()
         }
         names = list(runs)
-        async with self._working:  # and no longer: what a judge thinks about must not keep the engine waiting
+        async with self._working:  # released before the judge runs, so that engines stay busy
             models = {name: self._model_for(name, run) for name, run in runs.items()}
             auxiliary = {**(models if len(models) > 1 else {}), **self._others}
             offered: dict[str, Any] = {"task": dict(member.task), "auxiliary_models": auxiliary, "logger": _log}
@@ -259,7 +256,7 @@ class Attempts:
             async with self._judging:
                 verdict = await self._call_judge(offered | {"response": output.response})
             reward, metrics = verdict.reward, metrics | dict(verdict.metrics or {})
-        # The reward of each trained model. Raises RunFailed.
+        # Raises RunFailed unless each reward is a number for a trained model.
         if reward is None:
             raise RunFailed(FailureKind.NO_REWARD, "there is no judge, and the workflow returned no reward")
         by_name = dict(reward) if isinstance(reward, Mapping) else dict.fromkeys(names, reward)
@@ -276,7 +273,7 @@ class Attempts:
             if not abs(rewards[name]) <= MAX_REWARD:
                 sentence = f"the reward is {rewards[name]}, not within ±{MAX_REWARD:g}"
                 raise RunFailed(FailureKind.BAD_REWARD, sentence)
-        # The metrics that are numbers a service takes.
+        # Metrics that are not numbers within range are dropped.
         found = {}
         for name, value in metrics.items():
             try:
@@ -288,14 +285,14 @@ class Attempts:
         return rewards, found, await self._completion_tokens(runs)
 
     async def _completion_tokens(self, runs: Mapping[str, Run]) -> int:
-        """Tokens of all replies; raises RunFailed if no model that is trained was called, by whatever client."""
+        """Tokens of all replies. Raises RunFailed if no client called a trained model."""
         if any(run.calls for run in runs.values()):
             return sum(run.calls.completion_tokens for run in runs.values())
         stored = await asyncio.gather(
             *(self._services[name].calls(run.task_id, run.run_id) for name, run in runs.items())
         )
         if not any(each.calls for each in stored):
-            sentence = "no reply was asked for below run.base_url: use `model`, or a client with base_url=run.base_url"
+            sentence = "no request went to run.base_url: use `model`, or a client with base_url=run.base_url"
             raise RunFailed(FailureKind.NO_CALL, sentence)
         return sum(each.completion_tokens for each in stored)
 
@@ -308,14 +305,14 @@ class Attempts:
         except Exception as error:
             text, code, status = sentence_of(error)[:2000], getattr(error, "code", ""), getattr(error, "status_code", 0)
             is_other = code == "model_not_found" or "model_not_found" in text
-            is_other |= status == 404 and _NO_SUCH_MODEL.search(text) is not None  # an engine's words
+            is_other |= status == 404 and _NO_SUCH_MODEL.search(text) is not None  # the engine's message
             kind = FailureKind.OTHER_MODEL if is_other else FailureKind.WORKFLOW_RAISED
             again = kind is FailureKind.WORKFLOW_RAISED
             raise RunFailed(kind, sentence_of(error), again=again) from error
         _require_answers(offered["runs"])
         if isinstance(output, WorkflowOutput):
             return output
-        if isinstance(output, Real):  # also one of numpy's
+        if isinstance(output, Real):  # numpy's numbers too
             return WorkflowOutput(reward=float(output))
         sentence = f"the workflow returned {type(output).__name__}, not WorkflowOutput(reward=…, response=…)"
         raise RunFailed(FailureKind.NO_REWARD, sentence)
@@ -343,7 +340,7 @@ class Attempts:
         return verdict
 
     async def _was_away(self) -> bool:
-        """Whether something failed because a service was away; if so, it is back now. Raises ServiceAway."""
+        """Whether a service was unavailable; if so, wait until all are ready. Raises ServiceAway."""
         clients = self._services.values()
         ready = await asyncio.gather(*(client.is_ready() for client in clients))
         if all(ready):
@@ -356,13 +353,13 @@ class Attempts:
 
 
 def matching(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what is offered, that which the function takes."""
+    """The offered arguments that the function accepts."""
     taken = inspect.signature(function).parameters
     return {name: value for name, value in offered.items() if name in taken}
 
 
 def _require_answers(runs: Mapping[str, Run]) -> None:
-    """Raise RunFailed where a service failed to answer a run, whatever was made of that."""
+    """Raise RunFailed if a service failed to answer a call of the run, even if the workflow caught the error."""
     for run in runs.values():
         if sentence := run.calls.outage:
             raise RunFailed(FailureKind.SERVICE_AWAY, sentence, again=True)
@@ -374,27 +371,27 @@ def _result(member: Member, run_id: str, **how: Any) -> RunResult:
     )
 
 
-#: A metric of a workflow or judge is stored under this and its name, so that none is taken for the reward.
+#: Prefix of a metric's name, so that no metric counts as the reward.
 METRIC_PREFIX = "metrics/"
 
 _MAX_NAME = 256
 _MOST_AT_ONCE = 256
 
-#: A service takes 100 events of a run in one call, and keeps 250 of one source; other feedback may come later.
+#: A service accepts 100 events of a run per call, and keeps 250 per source; the rest is room for other feedback.
 _MOST_OF_A_RUN, _MOST_METRICS = 100, 200
 
-#: Seconds in which results gather before they are sent. Runs are not kept waiting: their places are free by then.
+#: Seconds in which results are collected into one call. Finished runs do not wait for it.
 _GATHER_S = 0.02
 
-#: Entries in a call, so that it stays well below the largest body that a service takes.
+#: Entries per call, well below the largest body that a service accepts.
 _MOST_OF_A_CALL = 5000
 
-#: What became of feedback that a service does not keep.
+#: The service's outcome for feedback above its limit per run.
 _FULL = "full"
 
 
 class RewardOutbox:
-    """Takes results; each is on disk, and its reward at its services, when `send` returns."""
+    """Writes results to the journal and their rewards to the services before `send` returns."""
 
     def __init__(self, journal: Journal, services: Mapping[str, ServiceClient], say: Callable[[str], None]) -> None:
         self._journal, self._services, self._say = journal, services, say
@@ -403,7 +400,7 @@ class RewardOutbox:
         self._sending: asyncio.Task[None] | None = None
 
     async def send(self, result: RunResult) -> None:
-        """Keep the result, and give its reward. Results that come while others are sent go together."""
+        """Deliver a result; results that arrive during a delivery form the next batch."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((result, future))
         if self._sending is None:
@@ -411,7 +408,7 @@ class RewardOutbox:
         await future
 
     async def send_again(self, results: Sequence[RunResult]) -> None:
-        """Give the rewards that an earlier process kept, and may have given: the services take each once."""
+        """Deliver the rewards of an earlier process; the services ignore repeated keys."""
         for start in range(0, len(results), _MOST_AT_ONCE):
             await self._give(results[start : start + _MOST_AT_ONCE])
 
@@ -438,7 +435,7 @@ class RewardOutbox:
             self._sending = None
 
     async def _give(self, results: Sequence[RunResult]) -> None:
-        """Rewards first, in a call of their own: what is said of a run's reward must not be hidden by its metrics."""
+        """Send rewards before metrics: a service with a full run must drop metrics, not rewards."""
         if not results:
             return
         await asyncio.gather(*(self._give_to(name, results) for name in self._services))
@@ -451,7 +448,7 @@ class RewardOutbox:
         outcomes = await service.feedback(rewards) if rewards else {}
         if full := [run for run, outcome in outcomes.items() if outcome == _FULL]:
             self._say(
-                f"the reward of {len(full)} runs was not taken, the first of them {full[0]}: the service keeps no more "
+                f"the reward of {len(full)} runs was refused, the first is {full[0]}: the service keeps no more "
                 "feedback on them"
             )
         for first in range(0, _MOST_METRICS, _MOST_OF_A_RUN):
@@ -465,7 +462,7 @@ class RewardOutbox:
         most = max((len(result.metrics) for result in rewarded), default=0)
         if most > _MOST_METRICS and not self._reported_cut:
             self._reported_cut = True
-            self._say(f"a run has {most} metrics: the service gets the first {_MOST_METRICS} of each (said once)")
+            self._say(f"a run has {most} metrics: the service gets the first {_MOST_METRICS} of each run (shown once)")
 
 
 def _about(result: RunResult, service: ServiceClient) -> dict[str, Any]:

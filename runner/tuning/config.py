@@ -1,4 +1,4 @@
-"""The arguments of tune(), checked: models, the algorithm, workflows and judges, and the settings of a service."""
+"""Checks the arguments of tune() (models, algorithm, workflow, judge) and generates the settings of a service."""
 
 import inspect
 import math
@@ -22,26 +22,22 @@ from tuneloop.runner.tuning.views import View
 
 @dataclass(slots=True)
 class WorkflowOutput:
-    """What a workflow made of a task: a reward, or one for each trained model by its name; or a response to judge."""
+    """A workflow's result: a reward (or one per trained model, by name), or a response for the judge."""
 
     reward: float | Mapping[str, float] | None = None
     response: Any = None
     metrics: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        """Raise TypeError for metrics that are no mapping."""
         _require_metrics(self.metrics)
 
 
 @dataclass(slots=True)
 class JudgeOutput:
-    """What a judge says of a response."""
-
     reward: float | Mapping[str, float]
     metrics: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        """Raise TypeError for metrics that are no mapping."""
         _require_metrics(self.metrics)
 
 
@@ -57,19 +53,16 @@ WorkflowType = Callable[..., Awaitable[WorkflowOutput] | WorkflowOutput]
 JudgeType = Callable[..., Awaitable[JudgeOutput] | JudgeOutput]
 
 
-#: What `monitor_type` may name: the curves are TensorBoard files always, and the last two get the trainer's as well.
+#: Values of `monitor_type`. Curves always go to TensorBoard files; wandb and mlflow get the trainer's curves too.
 MONITORS = ("tensorboard", "wandb", "mlflow")
 
-#: The algorithms that learn from rewards, by our names; those that compare the runs of a task with each other.
+#: Algorithms that learn from rewards; the first ones compare the runs of a task.
 ALGORITHMS = (*OF_GROUPS[:-1], "ppo", "reinforce", "reinforce++", "raft", "sft", "kto", "dpo")
 
 
 @dataclass(slots=True)
 class TinkerConfig:
-    """A low-rank adapter instead of all weights, as AgentScope's tuner has it for Tinker; here it is trained as usual.
-
-    `seed`, `train_unembed` and `base_url` have no effect.
-    """
+    """A low-rank adapter, named as in AgentScope's tuner. `seed`, `train_unembed` and `base_url` have no effect."""
 
     rank: int = 16
     seed: int | None = None
@@ -79,7 +72,6 @@ class TinkerConfig:
     base_url: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise TuneRefused for a value that makes no sense."""
         require_whole(self, "rank", least=1)
         if not (self.train_mlp or self.train_attn):
             raise TuneRefused("TinkerConfig: train_mlp and train_attn are both False: nothing would be trained")
@@ -87,7 +79,7 @@ class TinkerConfig:
 
 @dataclass(slots=True)
 class TunerModelConfig:
-    """The model to be trained, or an auxiliary one, how it is served, and what calls say unless they say otherwise."""
+    """A trained or auxiliary model: its folder, its engines, and the defaults of its calls."""
 
     model_path: str
     max_model_len: int | None = None
@@ -102,7 +94,6 @@ class TunerModelConfig:
     tinker_config: TinkerConfig | None = None
 
     def __post_init__(self) -> None:
-        """Raise TuneRefused for a value that makes no sense."""
         self.model_path = str(self.model_path)
         if not self.model_path:
             raise TuneRefused("TunerModelConfig: model_path is empty: name the folder of the model")
@@ -114,11 +105,7 @@ class TunerModelConfig:
         require_number(self, "top_p", 0, 1, above=True)
 
     def call_defaults(self, model_name: str | None = None) -> CallDefaults:
-        """What calls say unless they say otherwise; `model_name` is the name that the service has for the model.
-
-        A reply may have `max_tokens` tokens, as far as `max_model_len` leaves room beside its prompt: the limit is left
-        to the service where it is not shorter than that.
-        """
+        """Defaults of a call. `max_tokens` above `max_model_len` becomes None: the service then sets the limit."""
         short = self.max_model_len is None or self.max_tokens < self.max_model_len
         return CallDefaults(
             model_name=model_name or self.model_path,
@@ -131,7 +118,7 @@ class TunerModelConfig:
 
 @dataclass(slots=True)
 class AlgorithmConfig:
-    """How it is trained. `group_size` runs of a task are compared; `batch_size` tasks make one step."""
+    """How to train: a step has `batch_size` tasks, each with `group_size` runs that are compared."""
 
     algorithm_type: str = "multi_step_grpo"
     learning_rate: float = 1e-6
@@ -141,7 +128,6 @@ class AlgorithmConfig:
     eval_interval_steps: int = 100
 
     def __post_init__(self) -> None:
-        """Raise TuneRefused for a value that makes no sense."""
         self.algorithm_type = ALIASES.get(self.algorithm_type, self.algorithm_type)
         if self.algorithm_type not in ALGORITHMS:
             if instead := instead_of(str(self.algorithm_type)):
@@ -163,20 +149,19 @@ class AlgorithmConfig:
 
 
 def require_whole(config: Any, name: str, *, least: int) -> None:
-    """Raise TuneRefused unless the field of that name is a whole number of at least `least`."""
+    """Raise TuneRefused unless the field is an integer of at least `least`."""
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise TuneRefused(f"{_owner(config)}{name} must be a whole number of at least {least}, not {value!r}")
 
 
 def require_monitor(name: str | None) -> None:
-    """Raise TuneRefused for a `monitor_type` that there is not."""
     if name is not None and name not in MONITORS:
         raise TuneRefused(f"monitor_type: there is no {name!r} here; there are {', '.join(MONITORS)}")
 
 
 def require_number(config: Any, name: str, least: float, most: float, *, above: bool = False) -> None:
-    """Raise TuneRefused unless the field of that name is a number in this range, or `above` its least."""
+    """Raise TuneRefused unless the field is in [least, most], or in (least, most] with `above`."""
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise TuneRefused(f"{_owner(config)}{name} must be a number from {least} to {most}, not {value!r}")
@@ -188,13 +173,13 @@ def _owner(config: Any) -> str:
     return f"{type(config).__name__}: " if type(config).__name__.endswith("Config") else ""
 
 
-#: The name of the model that is trained if there is one only.
+#: The name of the only trained model.
 MAIN = "model"
 
-#: Runs at once, and seconds that a run may take, by default.
+#: Default concurrency of runs, and timeout of a run in seconds.
 CONCURRENCY, RUN_TIMEOUT_S = 64, 600.0
 
-#: Of which kind arguments are, and how to say it.
+#: Type of each argument, and its description in messages.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "algorithm": (AlgorithmConfig, "an AlgorithmConfig"),
     "model": (TunerModelConfig, "a TunerModelConfig"),
@@ -212,7 +197,7 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What tune() was called with."""
+    """The checked arguments of tune(). Raises TuneRefused for an invalid one."""
 
     workflow_func: WorkflowType
     judge_func: JudgeType | None
@@ -249,7 +234,6 @@ class Call:
     warning: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise TuneRefused for a value that makes no sense."""
         for name, (kinds, words) in _KINDS.items():
             value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
@@ -273,28 +257,27 @@ class Call:
 
     @property
     def trained_models(self) -> dict[str, TunerModelConfig]:
-        """The models that are trained, by their names."""
         return dict(self.models or ({MAIN: self.model} if self.model else {}))
 
     @property
     def urls(self) -> dict[str, str]:
-        """The services that are joined, by the names of their models."""
+        """URLs of running services, by model name."""
         names = list(self.models or [MAIN])
         return {names[0]: self.service} if isinstance(self.service, str) else dict(self.service or {})
 
     @property
     def policies(self) -> dict[str, str]:
-        """The policies of services that are joined, by the names of their models."""
+        """Policies on running services, by model name."""
         names = list(self.urls)
         found = {names[0]: self.policy} if isinstance(self.policy, str) else dict(self.policy or {})
         if missing := [name for name in found if name not in names]:
-            raise TuneRefused(f"policy: {', '.join(missing)} is of no service that is joined: name it in service=")
+            raise TuneRefused(f"policy: {', '.join(missing)} has no URL: name it in service=")
         return found
 
 
 _Needed = tuple[tuple[str, ...], ...]
 
-#: What each is called with by name: what it must take (one of each group), and what it gets if it asks for it.
+#: Parameters that a function must have (one of each group), and those that it may have.
 _WORKFLOW = (("task",), ("model", "run", "runs")), ("auxiliary_models", "logger")
 _JUDGE = (("task",), ("response",)), ("auxiliary_models", "logger", "run", "runs")
 
@@ -305,12 +288,12 @@ _SHOWN = {
 
 
 def check_workflow_function(function: Callable[..., Any]) -> None:
-    """Raise TuneRefused unless the function takes what a workflow is called with, or `run` in place of `model`."""
+    """Raise TuneRefused unless the function accepts a workflow's arguments; `run` may replace `model`."""
     _check(function, "workflow", *_WORKFLOW)
 
 
 def check_judge_function(function: Callable[..., Any]) -> None:
-    """Raise TuneRefused unless the function takes what a judge is called with."""
+    """Raise TuneRefused unless the function accepts a judge's arguments."""
     _check(function, "judge", *_JUDGE)
 
 
@@ -327,7 +310,7 @@ def _check(function: Callable[..., Any], kind: str, needed: _Needed, offered: tu
             written = str(inspect.signature(function))
         raise TuneRefused(
             f"the {kind} {name}{written} {'; '.join(problems)}. It is called by name, and should be\n"
-            f"    {_SHOWN[kind]}\nwhere all that has a default, and async, may be left out"
+            f"    {_SHOWN[kind]}\nwhere async and parameters with a default are optional"
         )
 
 
@@ -339,25 +322,25 @@ def _problems(function: Callable[..., Any], needed: _Needed, offered: tuple[str,
     wild = [name for name, each in parameters.items() if each.kind in {each.VAR_POSITIONAL, each.VAR_KEYWORD}]
     by_place = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_ONLY]
     problems = [f"has no parameter {' or '.join(names)}" for names in needed if not {*names} & {*parameters}]
-    problems += [f"takes {name} by its place only" for name in by_place]
-    problems += [f"takes *{name}, which nothing is passed in" for name in wild]
+    problems += [f"takes {name} by position only" for name in by_place]
+    problems += [f"takes *{name}, which gets no arguments" for name in wild]
     others = [
         name
         for name, each in parameters.items()
         if name not in {*chain(*needed), *offered, *wild, *by_place} and each.default is each.empty
     ]
-    return problems + [f"wants {name}, which it will not get" for name in others]
+    return problems + [f"requires {name}, which is not passed" for name in others]
 
 
 Settings = dict[str, Any]
 
-#: What an engine takes of the one GPU that the trainer is on too.
+#: Memory share of an engine on the GPU that the trainer uses too.
 _SHARED_GPU = 0.4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServicePlace:
-    """Where a service keeps what it has, `checkpoint_root_dir`/`project`/`name`, and the port that it listens on."""
+    """A service's folder, `checkpoint_root_dir`/`project`/`name`, and its port."""
 
     project: str = "AgentScope"
     name: str = "Experiment"
@@ -374,11 +357,11 @@ def service_settings(
     gpus: int | None = None,
     over: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Settings of both services for one model; `over` wins, `gpus` None: all that are here. Raises TuneRefused."""
+    """Settings of explorer and trainer for one model; `over` wins, `gpus` None counts them. Raises TuneRefused."""
     require_monitor(monitor_type)
     if model.temperature == 0:
         raise TuneRefused(
-            "TunerModelConfig: temperature 0 gives the same reply every time, so that there is nothing to compare: "
+            "TunerModelConfig: temperature 0 gives the same reply every time, so there is nothing to compare: "
             "train at 1.0"
         )
     gpus = count_gpus() if gpus is None else gpus
@@ -401,11 +384,11 @@ def service_settings(
     elif wanted > gpus:
         raise TuneRefused(
             f"TunerModelConfig: inference_engine_num {model.inference_engine_num} x tensor_parallel_size "
-            f"{model.tensor_parallel_size} is more than the {gpus} GPUs that there are"
+            f"{model.tensor_parallel_size} is more than the {gpus} available GPUs"
         )
     elif wanted == gpus:
         rollout["gpu_memory_utilization"] = _SHARED_GPU
-    # The runs of a task are trained on together where the method compares them, the calls of a run anywhere else.
+        # Methods that compare runs train on the runs of a task together; others on the calls of a run.
     compared = algorithm.algorithm_type in OF_GROUPS
     buffer: Settings = {
         "group_by": "task" if compared else "run",
@@ -434,7 +417,7 @@ def service_settings(
         "explorer": {"listen_address": "127.0.0.1", "proxy_port": place.port, "rollout_model": rollout},
         "trainer": {"save_interval": 1},
         "buffer": buffer,
-        # The judge is the caller's own function: what it returns is what was meant.
+        # The judge is the caller's own function, so its rewards are not clipped.
         "reward": {"clip": None},
     }
     if monitor_type is not None:
@@ -443,7 +426,7 @@ def service_settings(
 
 
 def merge_settings(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
-    """The settings with the changes, section by section."""
+    """The settings, updated section by section."""
     both = {
         name: merge_settings(settings[name], each)
         for name, each in changes.items()
@@ -453,7 +436,7 @@ def merge_settings(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> S
 
 
 def count_gpus() -> int:
-    """How many GPUs this process may use; 0 if there is no NVIDIA driver."""
+    """GPUs visible to this process; 0 without an NVIDIA driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([each for each in visible.split(",") if each.strip() and each.strip() != "-1"])

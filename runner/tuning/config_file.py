@@ -1,7 +1,6 @@
-"""Configuration files of tune(): ours, and those written for Trinity-RFT, which AgentScope's tuner reads.
+"""Reads configuration files of tune(): ours, and those of Trinity-RFT, which AgentScope's tuner reads.
 
-What tune() has arguments for is taken out of the file: the tasks, the model, the algorithm, the experiment's name. The
-rest is handed on to the service as its settings, which knows Trinity's names too.
+Options that are arguments of tune() are removed from the file; the rest becomes the settings of the service.
 """
 
 import re
@@ -16,11 +15,11 @@ from tuneloop.runner.tasks.dataset import SELECTORS, DatasetConfig
 from tuneloop.runner.trinity import OF_GROUPS
 from tuneloop.runner.tuning.config import MONITORS, AlgorithmConfig, TinkerConfig, TunerModelConfig
 
-#: What tune() does by itself, or has no use for, beside what services ignore.
+#: Options without effect in tune(), besides those without effect in services.
 _WITHOUT_EFFECT: tuple[str, ...] = ("synchronizer", "explorer.env_vars", "buffer.trainer_input", "buffer.group_by")
 _WITHOUT_EFFECT += ("trainer.keep_interval",)
 
-#: Of a set of tasks, what is read here.
+#: Known keys of a task set.
 _OF_TASKS = {"path", "subset_name", "split", "name", "rollout_args", "storage_type", "workflow_args"}
 _OF_TASKS |= {"default_workflow_type", "default_reward_fn_type", "data_selector", "task_selector"}
 
@@ -29,7 +28,7 @@ _EXPONENT = re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneFile:
-    """What a file says. `settings` are for the service; `ignored` names what has no effect."""
+    """A parsed file. `settings` go to the service; `ignored` lists options without effect."""
 
     path: Path
     model: TunerModelConfig | None = None
@@ -51,12 +50,11 @@ class TuneFile:
 
     @property
     def warning(self) -> str | None:
-        """One sentence about all that has no effect, if there is anything."""
         return f"{self.path}: without effect here: {', '.join(self.ignored)}" if self.ignored else None
 
 
 def read_tune_file(path: str | Path) -> TuneFile:
-    """Read a file. Raises TuneRefused, ExtraMissing."""
+    """Raises TuneRefused, ExtraMissing."""
     path = Path(path).expanduser()
     try:
         import yaml
@@ -92,14 +90,14 @@ def read_tune_file(path: str | Path) -> TuneFile:
 
 
 def _loader(yaml: Any) -> Any:
-    """YAML as Trinity's OmegaConf reads it: `1e-6` is a number, as in YAML 1.2."""
+    """A YAML loader that reads `1e-6` as a number, as YAML 1.2 and Trinity's OmegaConf do."""
     loader = type("Loader", (yaml.SafeLoader,), {})
     loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))  # type: ignore[attr-defined]
     return loader
 
 
 class _FileReader:
-    """Takes options out of a file's mapping, one after the other."""
+    """Removes options from a file's mapping one by one."""
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self._path, self._left = path, options
@@ -127,7 +125,7 @@ class _FileReader:
             train = self._dataset_of(found, f"{inputs}taskset", total_epochs=epochs or 1, total_steps=steps)
             workflow = found.get("default_workflow_type") or workflow
             judge = found.get("default_reward_fn_type") or judge
-            wanted = found.get("rollout_args") or {}  # wins over what `model` says
+            wanted = found.get("rollout_args") or {}  # wins over `model`
             names = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_response_tokens"}
             sampled = {names[each]: value for each, value in wanted.items() if each in names and value is not None}
             self._left.setdefault("model", {}).update(sampled)
@@ -210,7 +208,7 @@ class _FileReader:
             "reasoning_parser": self._take(f"{rollout}reasoning_parser"),
         }
         self._take(f"{rollout}enable_auto_tool_choice")
-        # Without one in the file there is none, as in Trinity: the default is that of AgentScope's tuner.
+        # Without a parser in the file there is none, as in Trinity; AgentScope's tuner has a default.
         parser = self._take(f"{rollout}tool_call_parser")
         known = {name: value for name, value in given.items() if value is not None}
         rank = trinity.number(trinity.find(self._left, "model.lora.rank"))
@@ -227,7 +225,7 @@ class _FileReader:
             steps["save_interval_steps"] = kept if self._is_trinitys else None
             self._ignored += ["trainer.save_interval"] * (not self._is_trinitys and kept != 1)
         experiences = self._take("buffer.train_batch_size")
-        # What is left is for the service: the method, too, says what its options mean.
+        # The remaining options go to the service, including the method's own.
         ignored, problems = trinity.translate(self._left, tasks=self._is_trinitys)
         if problems:
             raise TuneRefused("; ".join(f"{name}: {what}" for name, what in problems))
@@ -276,7 +274,7 @@ class _FileReader:
         return next((each for each in found if each is not None), None)
 
     def _take(self, name: str) -> Any:
-        """The value of an option, which is out of the file then; None if it is not there."""
+        """Remove an option and return its value, or None."""
         return trinity.pop_option(self._left, name)
 
 

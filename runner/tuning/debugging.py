@@ -1,4 +1,4 @@
-"""A workflow and its judge run once, before anything is trained: what the command tuneloop debug does."""
+"""Runs a workflow and its judge once before training: the command tuneloop debug."""
 
 import argparse
 import asyncio
@@ -31,16 +31,16 @@ from tuneloop.runner.tuning.config import MAIN, check_judge_function, check_work
 
 _log = logging.getLogger("tuneloop.debug")
 
-#: The service waits itself, until what was answered is stored.
+#: The service itself waits until replies are stored.
 _COUNT_S = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
 class DebugReport:
-    """What came of one run. `metrics` are the workflow's and the judge's.
+    """The result of one run. `metrics` are the workflow's and the judge's.
 
-    `calls` are those that `model` made, `stored` what the service has of all; None where there is no service of ours,
-    or it does not say. `own_clients`: whether the workflow can have had calls that only a service has.
+    `calls` are those of `model`; `stored` counts all calls in the service, None without a service of ours.
+    `own_clients`: whether the workflow may have called the service by other clients.
     """
 
     response: Any = None
@@ -52,7 +52,7 @@ class DebugReport:
 
     @property
     def problem(self) -> str | None:
-        """Why nothing would be learnt from such a run, if so."""
+        """Why the trainer could not use such a run, or None."""
         if not self.calls and not (self.own_clients if self.stored is None else self.stored.calls):
             return "it called no model: every run must, through `model`, or through run.base_url and run.api_key"
         if self.reward is None:
@@ -62,7 +62,6 @@ class DebugReport:
         return None
 
     def lines(self) -> list[str]:
-        """The report, as a person reads it."""
         metrics = " ".join(f"{name}={value:g}" for name, value in self.metrics.items()) or "none"
         calls = [
             f"  {number}. {each.path.rpartition('/v1/')[2] or each.path}: status {each.status}, "
@@ -81,7 +80,7 @@ class DebugReport:
             found += [f"  {sentence}" for sentence in self.stored.breaks]
         elif self.own_clients and not self.calls:
             found.append("calls by clients of the workflow's own are unknown here: only a tuneloop service knows them")
-        read_text = getattr(self.response, "get_text_content", None)  # of AgentScope's messages
+        read_text = getattr(self.response, "get_text_content", None)  # AgentScope's messages
         if isinstance(self.response, str):
             text = self.response
         elif callable(read_text):
@@ -110,7 +109,7 @@ def debug_run(
     judge: Callable[..., Any] | None = None,
     auxiliary: Mapping[str, CallDefaults] | None = None,
 ) -> DebugReport:
-    """Run them once; an exception of either is raised as it is. Raises TuneRefused for wrong signatures."""
+    """Run the workflow once; its and the judge's exceptions propagate. Raises TuneRefused for wrong signatures."""
     check_workflow_function(workflow)
     if judge is not None:
         check_judge_function(judge)
@@ -151,12 +150,12 @@ def debug_run(
             answer = httpx.get(url, params=query, headers=header_of_key(bound.api_key), timeout=_COUNT_S)
             report.stored = StoredCalls.of(answer.raise_for_status().json())
         except (httpx.HTTPError, ValueError, LookupError) as error:
-            _log.warning("the service does not say how many calls there were: %s", error)
+            _log.warning("the service does not report the number of calls: %s", error)
     return report
 
 
 def load_function(place: str, beside: str | None = None) -> Callable[..., Any]:
-    """The function at FILE:FUNCTION or MODULE:FUNCTION; `beside`: where it is, if left out. Raises TuneRefused."""
+    """The function FILE:FUNCTION or MODULE:FUNCTION; `beside` is the default file. Raises TuneRefused."""
     file, colon, name = place.rpartition(":")
     file = file or (beside or "")
     if not file or not name or (not colon and beside is None):
@@ -197,19 +196,19 @@ def _count(tokens: int | None) -> str:
 
 _PROG = "tuneloop debug"
 
-#: How long a service may take to say which model it serves.
+#: Timeout of the request for the list of models, in seconds.
 _MODELS_TIMEOUT_S = 30.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code: 0, 1 if the workflow failed or nothing could be learnt, 2 for wrong arguments."""
+    """Run the command. Exit codes: 0, 1 if the workflow failed or the run is unusable, 2 for wrong arguments."""
     parser = argparse.ArgumentParser(prog=_PROG, description=__doc__)
     parser.add_argument("workflow", metavar="FILE:FUNCTION")
     parser.add_argument("--judge", metavar="FUNCTION", help="of the same file, or FILE:FUNCTION")
     parser.add_argument("--task", metavar="JSON", help="an object; @FILE reads it from a file")
     parser.add_argument("--dataset", metavar="PATH", help="instead of --task: the task comes from there")
     parser.add_argument("--split", default="train")
-    parser.add_argument("--index", type=int, default=0, help="which task of the dataset, from 0")
+    parser.add_argument("--index", type=int, default=0, help="index of the task in the dataset, from 0")
     add_model_options(parser)
     options = parser.parse_args(argv)
     if (options.task is None) == (options.dataset is None):
@@ -240,7 +239,7 @@ def debug(
     *,
     judge: Callable[..., Any] | None = None,
 ) -> int:
-    """Run a workflow on a task with the model that the options name, and print the report; the exit code."""
+    """Run a workflow on a task with the model of the options, print the report, and return the exit code."""
     bound: CallsEndpoint
     if options.service is not None:
         run_id = uuid.uuid4().hex
@@ -263,7 +262,7 @@ def debug(
         report = debug_run(workflow, task, bound, defaults, judge=judge, auxiliary=others)
     except (TuneRefused, ExtraMissing):
         raise
-    except Exception:  # noqa: BLE001 - it is the workflow's own, and shown whole
+    except Exception:  # noqa: BLE001 - the workflow's, printed in full
         print(visible(traceback.format_exc()), file=sys.stderr)
         _print(DebugReport(calls=bound.calls))
         return 1
@@ -274,16 +273,16 @@ def debug(
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say which model the workflow calls."""
+    """Add the options of the model that the workflow calls."""
     group = parser.add_argument_group("the model", "an OpenAI-compatible one, or that of a tuneloop service")
     group.add_argument("--base-url", default=os.environ.get("OPENAI_BASE_URL"), help="with its /v1 ($OPENAI_BASE_URL)")
     group.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", "none"), help="($OPENAI_API_KEY)")
-    group.add_argument("--model", help="its name; default: the only one, or the first, that is served there")
+    group.add_argument("--model", help="its name; default: the first that is served")
     group.add_argument(
         "--service", metavar="URL", help="the URL of a tuneloop service: it keeps the run, and does not train on it"
     )
     group.add_argument(
-        "--auxiliary", action="append", default=[], metavar="NAME=MODEL", help="an auxiliary model that is served there"
+        "--auxiliary", action="append", default=[], metavar="NAME=MODEL", help="an auxiliary model of the same server"
     )
     group.add_argument("--temperature", type=float)
     group.add_argument("--top-p", type=float)
@@ -293,7 +292,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def task_at(dataset: DatasetConfig, index: int) -> dict[str, Any]:
-    """A task of a dataset. Raises TuneRefused."""
+    """Raises TuneRefused without a task at the index."""
     if index < 0:
         raise TuneRefused(f"--index must be 0 or more, not {index}")
     tasks = dataset.tasks()
@@ -304,18 +303,18 @@ def task_at(dataset: DatasetConfig, index: int) -> dict[str, Any]:
 
 
 def _name_of_served(bound: CallsEndpoint) -> str:
-    """The first model that is served. Raises TuneRefused."""
+    """The first served model. Raises TuneRefused."""
     url = f"{bound.base_url.rstrip('/')}/models"
     try:
         answer = httpx.get(url, headers=header_of_key(bound.api_key), timeout=_MODELS_TIMEOUT_S)
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        raise TuneRefused(f"{url} does not say which models there are ({error}): name one with --model") from None
+        raise TuneRefused(f"{url} does not list its models ({error}): name one with --model") from None
 
 
 def visible(text: str) -> str:
-    r"""The text with what commands a terminal written as escapes: a model may have written it.
+    r"""Escape terminal control characters, which a model may have written.
 
     >>> visible("fine\x1b[2J\r\nnext\u202e")
     'fine\\x1b[2J\\r\nnext\\u202e'

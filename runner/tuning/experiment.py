@@ -1,4 +1,4 @@
-"""An experiment: its folder, which tasks a step has, and the journal by which another process can go on."""
+"""Keeps an experiment: its folder, the tasks of each step, and the journal from which a process resumes."""
 
 import asyncio
 import hashlib
@@ -25,13 +25,11 @@ _STAMP = re.compile(r"-\d{14}$")
 
 @dataclass(frozen=True, slots=True)
 class ExperimentFolder:
-    """Where everything of an experiment lies."""
-
     path: Path
 
     @classmethod
     def open(cls, root: Path, project: str, experiment: str, *, resume: bool) -> Self:
-        """The newest folder of that name if one is to be gone on with, else a new one. Raises TuneRefused."""
+        """A new folder, or with `resume` the newest of that name. Raises TuneRefused."""
         for what, name in (("project_name", project), ("experiment_name", experiment)):
             if not _NAME.fullmatch(name):
                 raise TuneRefused(f"{what} is {name!r}: letters, digits, '.', '_' and '-' make a folder's name")
@@ -54,25 +52,23 @@ class ExperimentFolder:
 
     @property
     def name(self) -> str:
-        """Its name with the time at which it was begun; what the service calls `name`."""
+        """The folder's name with its start time; the service's `name`."""
         return self.path.name
 
     @property
     def journal(self) -> Path:
-        """What was rewarded, acknowledged and committed."""
         return self.path / "tune" / "journal.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """Where `tensorboard --logdir` finds its curves."""
         return self.path / "monitor" / "tensorboard"
 
     def settings(self, model: str) -> Path:
-        """The settings file of the service that trains a model."""
+        """The settings file of a model's service."""
         return self.path / "tune" / f"{model}.yaml"
 
     def log(self, model: str) -> Path:
-        """The log of the service that trains a model."""
+        """The log of a model's service."""
         return self.path / "tune" / f"{model}.log"
 
 
@@ -81,10 +77,10 @@ Task = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPlan:
-    """`batch_size` tasks make a step, each run `group_size` times; the tasks are gone through `epochs` times.
+    """The tasks of each step: `batch_size` tasks, each run `group_size` times, over `epochs`.
 
-    `steps` None: as many as the epochs have; the last step may be smaller, so that no task is left out.
-    `independent`: each step draws its tasks for itself.
+    `steps` None: as many as the epochs have; the last step may be smaller. `independent`: each step draws its own
+    tasks.
     """
 
     name: str
@@ -100,18 +96,16 @@ class TaskPlan:
 
     @property
     def total_steps(self) -> int:
-        """How many steps there are."""
         whole = math.ceil(len(self.tasks) * self.epochs / self.batch_size)
         return whole if self.steps is None else self.steps
 
     def positions(self, step: int) -> range:
-        """The positions of a step's tasks; steps count from 0."""
+        """Positions of a step's tasks; steps count from 0."""
         first = step * self.batch_size
         end = first + self.batch_size
         return range(first, end if self.steps is not None else min(end, len(self.tasks) * self.epochs))
 
     def task(self, position: int) -> Task:
-        """The task at a position."""
         if self.independent:
             step, place = divmod(position, self.batch_size)
             return self.tasks[_order(len(self.tasks), self.seed, step)[place % len(self.tasks)]]
@@ -119,25 +113,25 @@ class TaskPlan:
         return self.tasks[_order(len(self.tasks), self.seed, epoch)[place] if self.shuffle else place]
 
     def task_id(self, position: int) -> str:
-        """The name under which the services know this visit to the task."""
+        """The id of this visit to the task, in the services."""
         return f"{self.name}:{position}"
 
     def fingerprint(self) -> str:
-        """A digest of all that a resumed experiment must have in common with what it goes on with."""
+        """A digest of what a resumed experiment may not change."""
         what = [self.batch_size, self.group_size, self.shuffle, self.seed, [dict(task) for task in self.tasks]]
         what += ["independent"] * self.independent
         return hashlib.sha256(json.dumps(what, default=_stable_words, sort_keys=True).encode()).hexdigest()
 
 
 def _stable_words(value: object) -> str:
-    """What stands for an object that JSON does not have: the same in every process, unlike addresses."""
+    """A text for an object that JSON lacks, equal in every process (no addresses)."""
     if isinstance(value, set | frozenset):
         return repr(sorted(map(_stable_words, value)))
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def tasks_of(dataset: Any, name: str) -> Sequence[Task]:
-    """The tasks of a list or a DatasetConfig; none of None. Raises TuneRefused for anything else."""
+    """Tasks of a list or a DatasetConfig; none of None. Raises TuneRefused otherwise."""
     if dataset is None:
         return ()
     if hasattr(dataset, "tasks"):
@@ -161,10 +155,9 @@ def _order(count: int, seed: int, epoch: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended. `rewards` are by model; without any it failed, as `failure` says, and is not trained on.
+    """The result of a run. `rewards` are by model; without any the run failed, and `failure` names the kind.
 
-    `position` counts the tasks of all steps from 0, `member` the runs of a task. `tokens` are those of its replies, as
-    far as its models counted them.
+    `position` counts tasks over all steps from 0, `member` the runs of a task, `tokens` those of the replies.
     """
 
     step: int
@@ -179,15 +172,15 @@ class RunResult:
 
     @property
     def reward(self) -> float | None:
-        """The mean over the models; None if it failed."""
+        """The mean over the models."""
         return sum(self.rewards.values()) / len(self.rewards) if self.rewards else None
 
 
 @dataclass(slots=True)
 class JournalState:
-    """What a journal says: the runs by position and member, and what became of them.
+    """The journal's content: runs by position and member, and their delivery.
 
-    `committed` has how many tasks a step had; `committing`, by model, the versions before that.
+    `committed` has the number of tasks by step; `committing` the versions before the commit, by step and model.
     """
 
     header: dict[str, Any] | None = None
@@ -201,7 +194,6 @@ class JournalState:
     ended: bool = False
 
     def apply(self, line: Mapping[str, Any]) -> None:
-        """Take a line into account."""
         match line["event"]:
             case "begin":
                 self.header, self.lives, self.ended = dict(line), self.lives + 1, False
@@ -227,21 +219,20 @@ class JournalState:
                 self.ended = True
 
     def is_committed(self, step: int, tasks: int) -> bool:
-        """Whether all of a step is, which has so many tasks: the last one of fewer epochs may have had fewer."""
+        """Whether all tasks of a step are committed: a call with fewer epochs may have committed fewer."""
         return self.committed.get(step, -1) >= tasks
 
     def first_step(self, plan: TaskPlan) -> int:
-        """The first step that is not committed; the number of steps where all are."""
+        """The first step that is not committed, or the number of steps."""
         steps = range(plan.total_steps)
         return next((step for step in steps if not self.is_committed(step, len(plan.positions(step)))), len(steps))
 
     def results_of(self, step: int) -> list[RunResult]:
-        """The runs of a step that have ended, however they did."""
         return [result for result in self.results.values() if result.step == step]
 
 
 class Journal:
-    """The open journal: appends lines, each on disk when `append` returns."""
+    """The open journal: each appended line is on disk when `append` returns."""
 
     def __init__(self, path: Path) -> None:
         make_private_folder(path.parent, exist_ok=True)
@@ -250,8 +241,8 @@ class Journal:
         self._file = FileIO(path, "ab", opener=private_opener)
         try:
             if not lock(self._file.fileno()):
-                raise TuneRefused(f"{path} is in use: another call of tune() goes on with this experiment")
-            with path.open("rb+") as file:  # a line that was cut off has not been written
+                raise TuneRefused(f"{path} is in use: another call of tune() runs this experiment")
+            with path.open("rb+") as file:  # drops a line that a crash cut off
                 file.truncate(file.read().rfind(b"\n") + 1)
             for number, line in enumerate(path.read_text("utf-8").split("\n")[:-1], start=1):
                 try:
@@ -264,11 +255,10 @@ class Journal:
         self._turn = asyncio.Lock()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     async def append(self, *lines: Mapping[str, Any]) -> None:
-        """Bring lines to disk, in one write, and into `history`."""
+        """Write and sync lines, then apply them to `state`."""
         written = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
         async with self._turn:
             await asyncio.to_thread(self._write, written.encode())
@@ -276,7 +266,7 @@ class Journal:
             self.state.apply(line)
 
     def _write(self, written: bytes) -> None:
-        """Raises TuneFailed; then nothing of it is in the file."""
+        """Raises TuneFailed and leaves the file unchanged."""
         descriptor = self._file.fileno()
         end = os.fstat(descriptor).st_size
         try:
@@ -289,15 +279,13 @@ class Journal:
 
 
 def name_of(result: RunResult) -> str:
-    """The run, as the service and the journal name it."""
+    """The run's name in the service and the journal."""
     return f"{result.task_id}/{result.run_id}"
 
 
 def result_line(result: RunResult) -> dict[str, Any]:
-    """The line that says how a run ended."""
     return {"event": "result", **asdict(result)}
 
 
 def acknowledged_line(results: Iterable[RunResult]) -> dict[str, Any]:
-    """The line that says that the services have these rewards."""
     return {"event": "acknowledged", "runs": [name_of(result) for result in results]}

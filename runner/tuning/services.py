@@ -1,4 +1,4 @@
-"""The services of a call of tune(): joined or started, asked, and waited for until a step is trained."""
+"""Connects tune() to its services: joins or starts them, sends requests, and waits until a step is trained."""
 
 import asyncio
 import ctypes
@@ -38,7 +38,7 @@ from tuneloop.runner.tuning.config import (
 )
 from tuneloop.runner.tuning.experiment import ExperimentFolder
 
-#: Seconds before an answer that did not come is asked for again: so many at first, twice as many each time, at most.
+#: Seconds before a retry: the first, and the most, doubling in between.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 _REFUSED_FOR_NOW = {429, 500, 502, 503, 504}
@@ -46,10 +46,10 @@ _REFUSED_FOR_NOW = {429, 500, 502, 503, 504}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingStatus:
-    """What a service is doing. `settled`: it makes no further step of what it has, and serves its newest version.
+    """A service's progress. `settled`: it has no further step to make, and serves its newest version.
 
     `served` is the version that answers, `newest` the last one made, `step` the trainer's. `sentences` say why no step
-    is happening, `held` why the newest version is not served.
+    is running, `held` why the newest version is not served.
     """
 
     served: int
@@ -63,9 +63,9 @@ class TrainingStatus:
 
 
 class ServiceClient:
-    """A service at a URL, without `/v1`, or one `policy` of it. Waits for up to `timeout_s` seconds while it is away.
+    """Calls one service, or one `policy` of it, and retries for up to `timeout_s` seconds.
 
-    `check` is called while it waits, and raises if waiting is in vain. `stage` says what a starting service does.
+    `check` runs before each try, and raises if retries are useless. `stage` describes how far a starting service is.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ServiceClient:
         await self._http.aclose()
 
     async def until_reached(self, timeout_s: float) -> None:
-        """Return when anything answers at its URL, whatever it says."""
+        """Return when the URL answers, with any status. Raises ServiceAway."""
         since = time.monotonic()
         while True:
             try:
@@ -107,26 +107,25 @@ class ServiceClient:
             await asyncio.sleep(_LONGEST_PAUSE_S / 10)
 
     async def until_ready(self, timeout_s: float | None = None, say: Callable[[str], None] | None = None) -> None:
-        """Return when it can answer requests; until then `say` gets what it waits for, whenever that changes."""
+        """Return when it is ready; `say` gets each new stage of its start."""
         await self._patiently(lambda: self._http.get("/health/ready", timeout=10.0), timeout_s, say)
 
     async def until_answers(self, timeout_s: float) -> None:
-        """Return when it lists its models: any OpenAI-compatible service does."""
+        """Return when it lists its models, as each OpenAI-compatible service does."""
         await self._patiently(lambda: self._http.get("/v1/models", timeout=10.0), timeout_s)
 
     async def is_ready(self) -> bool:
-        """Whether it can answer requests now."""
         try:
             return (await self._http.get("/health/ready", timeout=10.0)).is_success
         except httpx.TransportError:
             return False
 
     def task_id(self, task_id: str) -> str:
-        """The name of a task there: policies of one service, which are rewarded apart, have tasks of their own."""
+        """The task's id in the service: policies of one service must not share tasks."""
         return task_id if self.policy is None else f"{task_id}@{self.policy}"
 
     async def make_policy(self, options: Mapping[str, Any]) -> bool:
-        """Make its policy with these options, unless it is there; whether it was made. Raises TuneRefused."""
+        """Create the policy unless it exists; whether it was created. Raises TuneRefused."""
         found = await self._patiently(lambda: self._http.get("/training", params=self._status_of), also={404})
         if found.is_success:
             return False
@@ -141,36 +140,34 @@ class ServiceClient:
         return True
 
     async def model_name(self) -> str:
-        """The name under which it serves the model."""
+        """The served name of the model."""
         if self.policy is not None:
             return self.policy
         answer = await self._patiently(lambda: self._http.get("/v1/models"))
         return str(answer.json()["data"][0]["id"])
 
     async def options(self) -> dict[str, Any]:
-        """How it trains, as far as it says so."""
+        """The service's training options; empty if it is too old to report them."""
         answer = await self._patiently(lambda: self._http.get("/training", params=self._status_of))
         return dict(answer.json().get("configured") or {})
 
     async def feedback(self, entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """Bring the entries to its disk, and return what became of each run: `task_id/run_id` → outcome."""
+        """Send the entries; the outcome of each run by `task_id/run_id`."""
         answer = await self._patiently(lambda: self._http.post("/feedback", json={"feedback": list(entries)}))
         return dict(answer.json().get("outcomes", {}))
 
     async def commit(self, task_ids: Sequence[str]) -> int:
-        """Release what is rewarded of these tasks to the trainer, at once; how many experiences that was."""
+        """Release the rewarded experiences of these tasks to the trainer; their number."""
         body = {"task_ids": [self.task_id(each) for each in task_ids]}
         answer = await self._patiently(lambda: self._http.post("/commit", json=body))
         return int(answer.json()["committed"])
 
     async def calls(self, task_id: str, run_id: str) -> StoredCalls:
-        """The replies that a run got."""
         query = {"task_id": task_id, "run_id": run_id, "tokens": "true"}
         answer = await self._patiently(lambda: self._http.get("/training/calls", params=query))
         return StoredCalls.of(answer.json())
 
     async def status(self) -> TrainingStatus:
-        """What it is doing now."""
         found = (await self._patiently(lambda: self._http.get("/training", params=self._status_of))).json()
         return TrainingStatus(
             served=found["served"],
@@ -191,7 +188,7 @@ class ServiceClient:
         *,
         also: Collection[int] = (),
     ) -> httpx.Response:
-        """Ask until there is an answer, also one of the statuses `also`. Raises TuneFailed, ServiceAway."""
+        """Retry until success or a status in `also`. Raises TuneFailed, ServiceAway."""
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         since, pause_s, said = time.monotonic(), _PAUSE_S, ""
         while True:
@@ -219,24 +216,24 @@ class ServiceClient:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-#: Seconds between two looks at what the service is doing.
+#: Seconds between two requests for the status.
 _LOOK_S = 0.1
 
 
 class TrainingWait:
-    """What became of one service's commits."""
+    """Waits for the versions that a service makes of commits."""
 
     def __init__(
         self, service: ServiceClient, say: Callable[[str], None], *, step_s: float = 3600.0, trainer_s: float = 300.0
     ) -> None:
-        """`step_s`: how long a step may make no progress; `trainer_s`: how long a service may have no trainer."""
+        """`step_s`: longest time without progress; `trainer_s`: longest time without a trainer."""
         self._service, self._say, self._step_s, self._trainer_s = service, say, step_s, trainer_s
         self._expected = 0
         self.served = 0
         self._held: str | None = None
 
     async def until_served(self, before: TrainingStatus, *, settled: bool = False) -> bool:
-        """Wait for the version of what was committed last; False if none came of it. Raises TuneFailed."""
+        """Wait for the version of the last commit; False if the commit made none. Raises TuneFailed."""
         expected = self._expected = max(self._expected, before.newest) + 1
         since, last, url = time.monotonic(), before, self._service.url
         absent_since: float | None = None
@@ -253,32 +250,30 @@ class TrainingWait:
             elif absent_since is None:
                 absent_since = time.monotonic()
                 self._say(
-                    f"the service at {url} has no trainer, and what is committed waits: see its log, or `tuneloop run` "
+                    f"the service at {url} has no trainer, and commits wait: see its log, or `tuneloop run` "
                     f"with mode train; stopping after {self._trainer_s:g} s without one"
                 )
             elif time.monotonic() - absent_since > self._trainer_s:
                 raise ServiceAway(f"the service at {url} had no trainer for {self._trainer_s:g} s")
             if status.held and status.held != self._held:
                 self._held = status.held
-                self._say(f"the next step waits, for the service at {url} holds a version: {status.held}")
+                self._say(f"the next step waits, because the service at {url} holds a version: {status.held}")
             if (status.newest, status.served, status.states) != (last.newest, last.served, last.states):
                 since, last = time.monotonic(), status
             if time.monotonic() - since > self._step_s:
                 why = "; ".join(status.sentences)
-                raise TuneFailed(
-                    f"the service at {url} has made nothing for {self._step_s:g} s of what was committed: {why}"
-                )
+                raise TuneFailed(f"the service at {url} made no progress on the commit for {self._step_s:g} s: {why}")
             await asyncio.sleep(_LOOK_S)
 
 
-#: What a service says of itself, by our names; nothing from one that is older than that.
+#: A service's training options by our names; empty from an older service.
 Configured = Mapping[str, Any]
 
 
 def compare_options(
     url: str, configured: Configured, algorithm: AlgorithmConfig | None, model: TunerModelConfig | None
 ) -> list[str]:
-    """A sentence for each option that has no effect there. Raises TuneRefused if something else would be trained."""
+    """A sentence per option without effect on the service. Raises TuneRefused if algorithm or adapter differ."""
     if not configured:
         return []
     refused = []
@@ -337,21 +332,21 @@ _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl if sys.platform.startswith("linux") else None
 _STOP_S = 120.0
 
-#: How a service's log says what its engine does.
+#: The engine's stage in a service's log.
 _STAGE = re.compile(r"engine_start_goes_on.*?stage\W+([A-Za-z ]+)")
 
-#: The exit code of a command whose settings make no sense.
+#: Exit code of a command with invalid settings.
 _REFUSES_SETTINGS = 2
 _TAIL = 20
 
 _MISSING = (
-    "tune() starts a service, and the command `tuneloop` is not installed here: put that of any environment into PATH "
+    "tune() starts a service, and the command `tuneloop` is not installed here: put it into PATH from any environment "
     "(`make install` in its repository), or start `tuneloop run --config …` elsewhere and pass service='http://HOST:8010'"
 )
 
 
 class ServiceProcess:
-    """A `tuneloop run --config …` in a session of its own, which writes into `log`."""
+    """A `tuneloop run --config …` in its own session, with its output in `log`."""
 
     def __init__(self, config: Path, log: Path, *, command: list[str] | None = None) -> None:
         self._log, self._config = log, config
@@ -375,23 +370,23 @@ class ServiceProcess:
             )
 
     def check(self) -> None:
-        """Raise ServiceAway if it has ended, and TuneRefused if its arguments are inconsistent."""
+        """Raise TuneRefused if the service refused its settings, ServiceAway if it exited otherwise."""
         if (code := self._process.poll()) is not None:
             lines = self._log.read_text(errors="replace").splitlines()[-_TAIL:]
             if code == _REFUSES_SETTINGS:
-                told = [each for each in lines if each.startswith(f"{self._config}:")] or lines[-3:]
-                refused = [each.removeprefix(f"{self._config}:").lstrip("0123456789: ") for each in told]
+                reasons = [each for each in lines if each.startswith(f"{self._config}:")] or lines[-3:]
+                refused = [each.removeprefix(f"{self._config}:").lstrip("0123456789: ") for each in reasons]
                 raise TuneRefused("the service refuses its settings: " + "; ".join(refused))
             ending = "\n".join([f"its log is {self._log} and ends with:", *(f"    {line}" for line in lines)])
             raise ServiceAway(f"the service ended with exit code {code}; {ending}")
 
     def stage(self) -> str | None:
-        """What it does while it starts, by the newest line of its log that says so."""
+        """The newest stage in its log."""
         found = _STAGE.findall(self._log.read_text(errors="replace"))
         return found[-1].strip() if found else None
 
     def stop(self) -> None:
-        """Let it end in peace; kill it if that takes too long."""
+        """Terminate it; kill it after a timeout."""
         if self._process.poll() is None:
             self._process.terminate()
         try:
@@ -402,7 +397,7 @@ class ServiceProcess:
 
 
 def find_command() -> list[str]:
-    """The command `tuneloop`: of this Python's environment, else in PATH. Raises TuneRefused."""
+    """The command `tuneloop`, from this Python or from PATH. Raises TuneRefused."""
     with suppress(ModuleNotFoundError):
         if find_spec("tuneloop.cli.main") is not None:
             return [sys.executable, "-P", "-c", "from tuneloop.cli.main import main; main()"]
@@ -412,7 +407,6 @@ def find_command() -> list[str]:
 
 
 def free_port() -> int:
-    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -420,25 +414,25 @@ def free_port() -> int:
 
 
 def call_defaults(served_as: str, config: TunerModelConfig | None, *, timeout_s: float) -> CallDefaults:
-    """What a model's calls say by default; without settings of the model, the service's own defaults hold."""
+    """Defaults of a model's calls; without a `config` the service's own apply."""
     if config is None:
         return CallDefaults(model_name=served_as, timeout_s=timeout_s)
     return replace(config.call_defaults(served_as), timeout_s=timeout_s)
 
 
-#: Rows of a run, at most, that a step of a started service makes room for: what is beyond makes a step of its own.
+#: Rows per run in one step of a started service; more rows make a further step.
 _CALLS = 256
 
-#: Seconds that a reply of an auxiliary model may take.
+#: Timeout of an auxiliary model's reply, in seconds.
 _AUXILIARY_S = 600.0
 
-#: Seconds after a step's commit when its groups, and then the step, are taken with what there is.
+#: Seconds after a commit when incomplete groups, and then an incomplete batch, are trained.
 _GROUP_S, _BATCH_S = 0.1, 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """How services are started and asked. `over` are settings that win over those that are generated."""
+    """How to start and call services. `over` wins over the generated settings."""
 
     api_key: str = "none"
     timeout_s: float = 300.0
@@ -449,7 +443,7 @@ class ServiceOptions:
 
 
 class ServiceOpener:
-    """Joins and starts services, which end with `stack`."""
+    """Joins and starts services; `stack` stops them."""
 
     def __init__(
         self, folder: ExperimentFolder, options: ServiceOptions, stack: AsyncExitStack, *, say: Callable[[str], None]
@@ -463,7 +457,7 @@ class ServiceOpener:
         algorithm: AlgorithmConfig | None,
         policies: Mapping[str, str],
     ) -> dict[str, ServiceClient]:
-        """The services that train the models: with a URL they are joined, others started. Raises TuneRefused."""
+        """Services of the trained models: one with a URL is joined, others are started. Raises TuneRefused."""
         wanted = algorithm or AlgorithmConfig()
         joined = {name: await self._join(url, policies.get(name)) for name, url in urls.items()}
         for name, client in joined.items():
@@ -473,7 +467,7 @@ class ServiceOpener:
             for said in compare_options(client.url, await client.options(), algorithm, configs.get(name)):
                 self._say(said)
         if joined and self._options.over and joined.keys() >= configs.keys():
-            self._say(f"settings have no effect on a service that is joined: {', '.join(self._options.over)}")
+            self._say(f"settings have no effect on a running service: {', '.join(self._options.over)}")
         found = {
             name: joined.get(name) or await self._start(name, configs[name], wanted, step_settings(wanted))
             for name in dict.fromkeys([*configs, *urls])
@@ -483,7 +477,7 @@ class ServiceOpener:
         return found
 
     async def open_auxiliary(self, models: Mapping[str, Any], workflow: WorkflowType) -> dict[str, Any]:
-        """The models that are not trained: of a TunerModelConfig a service is started, a URL is joined."""
+        """Auxiliary models: a TunerModelConfig starts a service, a URL joins one, others stay as they are."""
         client, sync = wanted_client(workflow)
         found = dict(models)
         for name, model in models.items():
@@ -502,7 +496,7 @@ class ServiceOpener:
         return found
 
     async def _join(self, url: str, policy: str | None = None) -> ServiceClient:
-        """Raises ServiceAway unless a service answers there soon, if only that it is not ready yet."""
+        """Raises ServiceAway unless the URL answers within `join_timeout_s`; the service need not be ready."""
         options = self._options
         client = ServiceClient(url, api_key=options.api_key, policy=policy, timeout_s=options.timeout_s)
         await self._stack.enter_async_context(client)
@@ -542,7 +536,7 @@ class ServiceOpener:
 
 
 def step_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Settings with which a step is what one commit released, whatever runs failed, however many calls they made."""
+    """Settings with which one commit makes one step, whatever the number of failed runs and calls."""
     return {
         "explorer": {"service_status_check_interval": 0.25},
         "trainer": {"keep_interval": algorithm.save_interval_steps, "poll_interval": 0.1},
@@ -555,7 +549,7 @@ def step_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def policy_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """The options of a policy of which a step is what one commit released."""
+    """Options of a policy of which one commit makes one step."""
     compared = algorithm.algorithm_type in OF_GROUPS
     options = {
         "algorithm.algorithm_type": algorithm.algorithm_type,

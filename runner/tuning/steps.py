@@ -1,4 +1,4 @@
-"""The loop: roll out a step, commit it, wait for the version made of it, evaluate now and then."""
+"""Runs the steps: rolls out, commits, waits for the version, and evaluates at intervals."""
 
 import asyncio
 import time
@@ -15,12 +15,12 @@ from tuneloop.runner.tuning.experiment import Journal, JournalState, RunResult, 
 from tuneloop.runner.tuning.services import ServiceClient, TrainingWait
 from tuneloop.runner.tuning.views import EvaluationReport, StepReport, View, interval_of
 
-#: Seconds of an evaluation between two lines that say how far it is.
+#: Seconds between two progress lines of an evaluation.
 SAY_EVERY_S = 15.0
 
 
 class StepLoop:
-    """All steps of an experiment, those that the journal has left out."""
+    """Runs all steps that the journal lacks."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class StepLoop:
         }
 
     async def run(self) -> None:
-        """Make all steps. Raises TuneFailed."""
+        """Raises TuneFailed."""
         total, first = self._plan.total_steps, self._journal.state.first_step(self._plan)
-        # Go on where the journal ends: with rewards that may not have been given, and a step that may not be made.
+        # Deliver the journal's rewards again, and finish its committed steps.
         state = self._journal.state
         await self._outbox.send_again(list(state.unacknowledged.values()))
         unended = sorted(state.committed.keys() - state.steps.keys())
@@ -59,7 +59,7 @@ class StepLoop:
             published = any(each.served > before.get(name, {}).get("served", -1) for name, each in self._waits.items())
             await self._end_step(step, began=time.monotonic(), published=published)
         if first:
-            self._view.say(f"going on after step {first} of {self._plan.total_steps}")
+            self._view.say(f"resuming after step {first} of {self._plan.total_steps}")
         interval = (self._call.algorithm or AlgorithmConfig()).eval_interval_steps
         if first == 0 and self._call.evaluate_before:
             await self._evaluate(0)
@@ -81,8 +81,6 @@ class StepLoop:
     async def _until_trained(self, steps: int) -> None:
         async with self._moved:
             await self._moved.wait_for(lambda: self._trained >= steps)
-
-    # One step.
 
     async def _step(self, step: int, *, after: "asyncio.Task[None] | None") -> None:
         began = time.monotonic()
@@ -131,10 +129,10 @@ class StepLoop:
         self._view.step(step_report(self._journal.state, step))
 
     async def _train_on(self, step: int) -> bool:
-        """Commit the step and wait until the services have made of it what they make; whether that is a version.
+        """Commit the step and wait for the services; whether a new version is served.
 
-        A commit of which the answer was lost counts nothing the second time: what the services did before the first is
-        in the journal, and they are waited for whatever the count.
+        A repeated commit counts 0: the journal keeps the versions before the first commit, and the wait ignores the
+        count.
         """
         before = {name: await service.status() for name, service in self._services.items()}
         known = self._journal.state.committing.get(step)
@@ -152,11 +150,9 @@ class StepLoop:
             for name, status in before.items()
         ]
         if not any(published):
-            why = "nothing in it was to be learnt" if any(committed) else "nothing of it could be committed"
+            why = "its rewards give no gradient" if any(committed) else "it has no rewarded experience"
             self._view.say(f"step {step + 1} made no new version: {why}")
         return any(published)
-
-    # Evaluation.
 
     async def _evaluate(self, step: int) -> None:
         if not self._plan.evaluation or any(each["step"] == step for each in self._journal.state.evaluations):
@@ -190,7 +186,7 @@ class StepLoop:
         self._view.evaluation(report, seconds=time.monotonic() - began)
 
     async def _evaluate_all(self, members: Sequence[Member], step: int) -> list[RunResult]:
-        """The results of all, in order; while it takes long, a line now and then says how many there are."""
+        """All results in order, with a progress line at intervals."""
         done, say_at = 0, time.monotonic() + SAY_EVERY_S
 
         async def make(member: Member) -> RunResult:
@@ -208,7 +204,7 @@ class StepLoop:
 
 
 def step_report(state: JournalState, step: int) -> StepReport:
-    """What the journal says of a step; steps count from 0, a report's from 1."""
+    """Report of a step; the journal counts steps from 0, reports from 1."""
     results, line = state.results_of(step), state.steps[step]
     rewards = [result.reward for result in results if result.reward is not None]
     return StepReport(
@@ -224,7 +220,6 @@ def step_report(state: JournalState, step: int) -> StepReport:
 
 
 def evaluation_report(line: Mapping[str, Any]) -> EvaluationReport:
-    """What a line of the journal says of an evaluation."""
     return EvaluationReport(
         step=line["step"],
         version=line["version"],

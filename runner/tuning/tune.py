@@ -1,4 +1,4 @@
-"""tune(), from a workflow, a judge and tasks to a trained model; and main(), which debugs or trains by a switch."""
+"""Trains a model from a workflow, a judge and tasks (`tune`); `main` adds a command line that debugs or trains."""
 
 import argparse
 import asyncio
@@ -76,10 +76,9 @@ def tune(
     step_timeout: float = 3600.0,
     view: View | None = None,
 ) -> TuneResult:
-    """Train the model that `workflow_func` calls, on the rewards of `judge_func` or of the workflow itself.
+    """Train the model that `workflow_func` calls, by its rewards or those of `judge_func`. Options: docs/settings.md.
 
-    Raises TuneRefused before anything is started if something of this makes no sense, TuneFailed if it was stopped.
-    docs/settings.md says what each option is.
+    Raises TuneRefused before anything starts if an argument is invalid, TuneFailed if training stopped.
     """
     given = dict(locals())
     try:
@@ -90,7 +89,7 @@ def tune(
 
 
 def _call_of(given: dict[str, Any]) -> TuneResult:
-    """Do what was asked for by arguments, with what the file says for those that were not given."""
+    """Run the call; the configuration file supplies the arguments that are not given."""
     path = given.pop("config_path")
     warning = None
     if path is not None:
@@ -149,11 +148,11 @@ async def _tune(call: Call) -> TuneResult:
         state, fingerprint, failures = journal.state, plan.fingerprint(), FailureLog(view.say)
         if state.header is not None and state.header["fingerprint"] != fingerprint:
             raise TuneRefused(
-                f"{journal.path} was begun with other tasks, batch_size, group_size, shuffle or seed: resume with "
+                f"{journal.path} has other tasks, batch_size, group_size, shuffle or seed: resume with "
                 "those, or start again without resume=True"
             )
         if state.ended and state.first_step(plan) == plan.total_steps:
-            view.say("all steps of it are made")
+            view.say("all steps of this experiment are complete")
             return _result_of(state, folder, failures, started=not service)
         begin = {"event": "begin", "fingerprint": fingerprint, "name": plan.name, "steps": plan.total_steps}
         await journal.append(begin)
@@ -180,7 +179,7 @@ async def _tune(call: Call) -> TuneResult:
                 error = error.exceptions[0]
             raise error from None
         except asyncio.CancelledError:
-            view.say(f"interrupted: the same call with resume=True goes on in {folder.path}")
+            view.say(f"interrupted: the same call with resume=True continues in {folder.path}")
             raise
         await journal.append({"event": "end"})
         result = _result_of(state, folder, failures, started=not service)
@@ -232,7 +231,7 @@ def _result_of(state: JournalState, folder: ExperimentFolder, failures: FailureL
 
 
 def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:
-    """Run it in an event loop of its own; in a thread where one runs already, as in a notebook."""
+    """Run it in a new event loop: in a thread if a loop runs already, as in a notebook."""
     under_way: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = []
     future: Future[TuneResult] = Future()
 
@@ -243,14 +242,14 @@ def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:
     def work() -> None:
         try:
             future.set_result(asyncio.run(run()))
-        except BaseException as error:  # noqa: BLE001 - it is raised where the thread is waited for
+        except BaseException as error:  # noqa: BLE001 - `future.result()` raises it
             future.set_exception(error)
 
     if not running_loop():
         return asyncio.run(run())
     thread = threading.Thread(target=work, name="tuneloop-tune", daemon=True)
     try:
-        thread.start()  # It may be at work before this returns.
+        thread.start()
         return future.result()
     except KeyboardInterrupt:
         for loop, task in under_way:
@@ -261,11 +260,10 @@ def run_to_end(main: Callable[[], Awaitable[TuneResult]]) -> TuneResult:
 
 
 def main(argv: Sequence[str] | None = None, **tuning: Any) -> Any:
-    """What a file that tunes ends with: `main(workflow_func=…, …)`, with the arguments of tune().
+    """Parse the command line of a tuning script, `main(workflow_func=…, …)` with the arguments of tune().
 
-    `python FILE --backbone=tuneloop`, the default, is `tune(…)`, and returns its result; `--resume` and `--service URL`
-    are added to its arguments. `--backbone=debug` runs the workflow once, on a task of `train_dataset`, and exits as
-    `tuneloop debug` does.
+    `--backbone=tuneloop`, the default, returns the result of tune(); `--resume` and `--service URL` override arguments.
+    `--backbone=debug` runs the workflow once on a task of `train_dataset`, and exits as `tuneloop debug` does.
     """
     parser = argparse.ArgumentParser(description="Tune an agent, or debug it first.")
     parser.add_argument(
@@ -274,8 +272,8 @@ def main(argv: Sequence[str] | None = None, **tuning: Any) -> Any:
         default="tuneloop",
         help="train (trinity: the same), or run the workflow once",
     )
-    parser.add_argument("--resume", action="store_true", help="go on with the experiment that was interrupted")
-    parser.add_argument("--index", type=int, default=0, help="which task of train_dataset is debugged, from 0")
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted experiment")
+    parser.add_argument("--index", type=int, default=0, help="index of the task of train_dataset to debug, from 0")
     add_model_options(parser)
     options = parser.parse_args(argv)
     if options.backbone == "debug":
@@ -293,7 +291,7 @@ def _debug(options: argparse.Namespace, tuning: dict[str, Any]) -> int:
         if dataset is None:
             raise TuneRefused("train_dataset is missing: there is no task to debug with")
         task = task_at(dataset, options.index) if hasattr(dataset, "tasks") else list(dataset)[options.index]
-        # The options, with what `model` and `auxiliary_models` say of calls where the command line says nothing.
+        # The command line wins over `model` and `auxiliary_models`.
         model = tuning.get("model")
         for name in ("temperature", "top_p", "enable_thinking"):
             if getattr(options, name) is None and model is not None:

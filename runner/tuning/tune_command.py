@@ -1,4 +1,4 @@
-"""The command tuneloop tune: the tasks that a file names are run, rewarded and trained on, as by `trinity run`."""
+"""Runs the command tuneloop tune: runs, rewards and trains on the tasks of a file, as `trinity run` does."""
 
 import argparse
 import sys
@@ -13,13 +13,13 @@ from tuneloop.runner.tuning.tune import tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code: 0, 1 if tuning was stopped, 2 for what makes no sense."""
+    """Run the command. Exit codes: 0, 1 if training stopped, 2 for invalid input, 130 if interrupted."""
     parser = argparse.ArgumentParser(prog="tuneloop tune", description=__doc__)
     parser.add_argument("file", metavar="FILE", type=Path, help="a YAML file with tasks, of Trinity-RFT or tuneloop")
-    parser.add_argument("--workflow", metavar="MODULE:FUNCTION", help="what runs a task; or FILE.py:FUNCTION")
-    parser.add_argument("--judge", metavar="MODULE:FUNCTION", help="what rewards a run, if the workflow does not")
-    parser.add_argument("--resume", action="store_true", help="go on with the experiment that was interrupted")
-    parser.add_argument("--service", metavar="URL", help="join a running service, whose settings then count")
+    parser.add_argument("--workflow", metavar="MODULE:FUNCTION", help="the workflow; or FILE.py:FUNCTION")
+    parser.add_argument("--judge", metavar="MODULE:FUNCTION", help="the judge, if the workflow returns no reward")
+    parser.add_argument("--resume", action="store_true", help="continue the interrupted experiment")
+    parser.add_argument("--service", metavar="URL", help="use a running service with its settings")
     options = parser.parse_args(argv)
     try:
         file = read_tune_file(options.file)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _functions(
     file: TuneFile, workflow: str | None, judge: str | None
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """What runs a task, and what rewards it. Raises TuneRefused for names of Trinity's own."""
+    """The workflow and the judge. Raises TuneRefused for names of Trinity's own workflows."""
     if file.train_dataset is None:
         raise TuneRefused(f"{file.path}: buffer.explorer_input.taskset is missing: there is no task to run")
     named = workflow or file.workflow

@@ -1,4 +1,4 @@
-"""What tune() shows: means with intervals, lines, curves, and its result."""
+"""Shows the progress of tune(): intervals, log lines, curves, and the result."""
 
 import importlib.util
 import math
@@ -17,7 +17,7 @@ from tuneloop.runner.tuning.experiment import RunResult
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The mean of `count` rewards, and a 95 % confidence interval of it; one of a single reward is unbounded."""
+    """The mean of `count` rewards with its 95 % confidence interval, unbounded for one reward."""
 
     mean: float
     low: float
@@ -29,7 +29,7 @@ class Interval:
 
 
 def interval_of(rewards: Sequence[float]) -> Interval:
-    """Student's interval; Wilson's where all rewards are 0 or 1. Raises ValueError for no rewards."""
+    """Student's interval; Wilson's if all rewards are 0 or 1. Raises ValueError for no rewards."""
     if not rewards:
         raise ValueError("there is no reward to average")
     count, mean = len(rewards), fmean(rewards)
@@ -41,7 +41,7 @@ def interval_of(rewards: Sequence[float]) -> Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A step: its rollouts' reward, how many runs failed, how long it took, and the version after it."""
+    """A step: reward of its rollouts, failed runs, duration, and the version after it."""
 
     step: int
     reward: Interval | None
@@ -55,7 +55,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """How a version did on the evaluation's tasks; `step` 0 is before training."""
+    """A version's reward on the evaluation tasks; `step` 0 precedes training."""
 
     step: int
     version: int
@@ -66,7 +66,7 @@ class EvaluationReport:
 
 @dataclass(slots=True, kw_only=True)
 class TuneResult:
-    """What came of `tune()`. `before` and `after` are of the evaluation; without one, of the first and last step."""
+    """The result of tune(). `before` and `after` come from evaluations, otherwise from the first and last step."""
 
     folder: Path
     tensorboard: Path
@@ -81,7 +81,7 @@ class TuneResult:
 
 
 class RunnerCurves:
-    """A view that writes `rollout/…` and `evaluation/…` curves too; the step is that of tune()."""
+    """A view that also writes `rollout/…` and `evaluation/…` curves."""
 
     def __init__(self, view: "View", folder: Path) -> None:
         from tensorboardX import SummaryWriter
@@ -98,7 +98,6 @@ class RunnerCurves:
         self._writer.close()
 
     def step(self, report: StepReport) -> None:
-        """Add a step's points."""
         self._view.step(report)
         self._add_reward("rollout", report.reward, report.step)
         self._add("rollout/failed", report.failed / max(report.runs, 1), report.step)
@@ -108,7 +107,6 @@ class RunnerCurves:
         self._writer.flush()
 
     def evaluation(self, report: EvaluationReport, *, seconds: float) -> None:
-        """Add an evaluation's points."""
         self._view.evaluation(report, seconds=seconds)
         self._add_reward("evaluation", report.reward, report.step)
         self._add("evaluation/failed", report.failed, report.step)
@@ -128,7 +126,7 @@ class RunnerCurves:
 
 
 class View(Protocol):
-    """What the loop reports."""
+    """Receives the progress of tune()."""
 
     def say(self, sentence: str) -> None:
         """Show a sentence."""
@@ -144,17 +142,15 @@ class View(Protocol):
 
 
 class PlainView:
-    """One line for each thing that happened."""
+    """Prints one line per event."""
 
     def say(self, sentence: str) -> None:
-        """Print a sentence."""
-        print(f"[{time.strftime('%H:%M:%S')}] {sentence}", flush=True)  # noqa: T201 - what it is for
+        print(f"[{time.strftime('%H:%M:%S')}] {sentence}", flush=True)  # noqa: T201
 
     def run_ended(self, result: RunResult) -> None:
-        """Say nothing: a step is one line."""
+        """Print nothing: a step has one line."""
 
     def step(self, report: StepReport) -> None:
-        """Print a step's line."""
         failed = f", {report.failed} failed" if report.failed else ""
         speed = report.tokens / max(report.seconds, 1e-9)
         self.say(
@@ -163,7 +159,6 @@ class PlainView:
         )
 
     def evaluation(self, report: EvaluationReport, *, seconds: float) -> None:
-        """Print an evaluation's line."""
         failed = f", {report.failed} failed" if report.failed else ""
         metrics = "".join(f", {name} {value:.3f}" for name, value in report.metrics.items())
         self.say(
@@ -174,11 +169,11 @@ class PlainView:
 
 @contextmanager
 def open_view(chosen: View | None, tensorboard: Path) -> Iterator[View]:
-    """The chosen view, else lines; and curves, if there is a package to write them."""
+    """The chosen view or PlainView, with curves if tensorboardX is installed."""
     view = PlainView() if chosen is None else chosen
     if importlib.util.find_spec("tensorboardX"):
         with RunnerCurves(view, tensorboard / "runner") as curves:
             yield curves
     else:
-        view.say('no curves of runs are written: pip install "./runner[tune]" has what writes them')
+        view.say('no curves of runs are written: install tensorboardX by pip install "./runner[tune]"')
         yield view

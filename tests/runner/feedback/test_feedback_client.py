@@ -122,7 +122,7 @@ def test_what_is_not_kept_any_more_is_refused(service: FeedbackService, tmp_path
     service.answers = [(200, {}, {"outcomes": {"a": "accepted", "b": "full"}})]
     with Feedback(service.url, outbox=tmp_path if through == "outbox" else None) as feedback:
         if through == "at once":
-            with pytest.raises(FeedbackRefused, match="as much has been said of this reply as is kept: a, b"):
+            with pytest.raises(FeedbackRefused, match="the reply has as much feedback as the service keeps: a, b"):
                 feedback.reward(["a", "b"], 1)
         else:
             with feedback.batch() as many:
@@ -209,7 +209,7 @@ def test_what_is_not_kept_any_more_of_a_run_is_refused(
     outbox = tmp_path if through == "outbox" else None
     with caplog.at_level(logging.CRITICAL), Feedback(service.url, outbox=outbox) as feedback:
         if through == "at once":
-            with pytest.raises(FeedbackRefused, match="as is kept: t/0"):
+            with pytest.raises(FeedbackRefused, match="as the service keeps: t/0"):
                 feedback.reward(WholeRun("t", 0), 1)
         else:
             feedback.reward(WholeRun("t", 0), 1)

@@ -143,7 +143,7 @@ def test_a_version_that_an_alarm_holds_back_is_waited_for_and_named(
         arguments = {"service": url, "checkpoint_root_dir": tmp_path, "algorithm": STEPS} | but
         return tune(workflow_func=ask, train_dataset=TASKS[:2], **arguments)
 
-    with pytest.raises(TuneFailed, match=r"has made nothing for .* version 1 is made, and not served"):
+    with pytest.raises(TuneFailed, match=r"made no progress on the commit for .* version 1 is made, and not served"):
         go(step_timeout=0.5)
     threading.Timer(1.0, lambda: setattr(double, "held", "")).start()
     assert go(resume=True).steps == 1

@@ -65,12 +65,12 @@ def test_these_are_workflows(function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (lambda question, model: None, "has no parameter task; wants question, which it will not get"),
+        (lambda question, model: None, "has no parameter task; requires question, which is not passed"),
         (lambda task: None, "has no parameter model or run or runs"),
-        (with_a_tool, "wants tool, which it will not get"),
+        (with_a_tool, "requires tool, which is not passed"),
         (lambda task, model, *args: None, r"takes \*args"),
         (lambda task, model, **kwargs: None, r"takes \*kwargs"),
-        (lambda task, model, /: None, "takes task by its place only"),
+        (lambda task, model, /: None, "takes task by position only"),
         (Callable_, "is the class Callable_; give an instance"),
         ("workflow", "is 'workflow', not a function"),
         (None, "is None, not a function"),
@@ -87,6 +87,6 @@ def test_judges() -> None:
     def wrong(task, model): ...
 
     check_judge_function(good)
-    with pytest.raises(TuneRefused, match=r"judge .*wrong\(task, model\) has no parameter response; wants model") as no:
+    with pytest.raises(TuneRefused, match=r"judge .*wrong\(task, model\) has no parameter response; requires model") as no:
         check_judge_function(wrong)
     assert "async def judge(task, response," in str(no.value)

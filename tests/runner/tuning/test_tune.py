@@ -106,6 +106,6 @@ def test_a_step_of_which_nothing_is_learnt_is_said_and_passed_over(
     )
     assert (result.steps, result.version) == (4, 0)
     printed = capsys.readouterr().out
-    assert "step 1 made no new version: nothing in it was to be learnt" in printed
+    assert "step 1 made no new version: its rewards give no gradient" in printed
     assert "no curves of runs are written" in printed
     assert "curves: none in this folder" in printed

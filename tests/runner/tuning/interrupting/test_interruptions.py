@@ -131,7 +131,7 @@ def test_a_trainer_that_comes_back_in_time_is_waited_for(
 
 def test_a_step_that_makes_no_progress_stops_it(go: Callable[..., TuneResult], double: ServiceDouble) -> None:
     double.train_s = 60
-    with pytest.raises(TuneFailed, match=r"has made nothing for 0\.3 s of what was committed: no experience"):
+    with pytest.raises(TuneFailed, match=r"made no progress on the commit for 0\.3 s: no experience"):
         go(step_timeout=0.3)
 
 

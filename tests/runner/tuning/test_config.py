@@ -64,7 +64,7 @@ def test_gpus_and_engines(tmp_path: Path, model: TunerModelConfig, monkeypatch: 
     rollout = found.explorer.rollout_model
     assert (rollout.engine_num, rollout.tensor_parallel_size, found.cluster.gpu_per_node) == (2, 2, 4)
     assert rollout.gpu_memory_utilization == 0.4  # the trainer is on one of them too
-    with pytest.raises(TuneRefused, match="inference_engine_num 2 x tensor_parallel_size 2 is more than the 1 available GPUs"):
+    with pytest.raises(TuneRefused, match="num 2 x tensor_parallel_size 2 is more than the 1 available GPUs"):
         service_settings(model, AlgorithmConfig(), ServicePlace(), gpus=1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
     assert count_gpus() == 2

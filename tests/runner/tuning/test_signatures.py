@@ -87,6 +87,6 @@ def test_judges() -> None:
     def wrong(task, model): ...
 
     check_judge_function(good)
-    with pytest.raises(TuneRefused, match=r"judge .*wrong\(task, model\) has no parameter response; requires model") as no:
+    with pytest.raises(TuneRefused, match=r"judge .*wrong\(task, model\) has no parameter response; requires") as no:
         check_judge_function(wrong)
     assert "async def judge(task, response," in str(no.value)

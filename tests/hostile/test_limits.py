@@ -40,10 +40,10 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 #: The bounds that no setting moves, and those that cannot be written as a number.
 FIXED: dict[str, object] = {
-    "what a [key](keys.md#limits) allows": None,
+    "a [key](keys.md#limits)": None,
     "keys that a tenant's administrators make, with revoked ones": admin.MAX_KEYS,
     "a connection without another request": worker._KEEP_ALIVE_S,
-    "a request's headers; what stands between a body's chunks": edge.MAX_HEAD_BYTES,
+    "a request's headers; lines between a body's chunks": edge.MAX_HEAD_BYTES,
     "headers after a chunked body (trailers)": (),
     "its `Content-Encoding`": None,
     "silence in an event stream": edge.KEEP_ALIVE_S,
@@ -51,20 +51,20 @@ FIXED: dict[str, object] = {
     "objects and lists in a body": bodies.MAX_CONTAINERS,
     "values in a body": bodies.MAX_VALUES,
     "how long they wait": ExplorerSettings.wait_timeout,
-    "how long the database takes nothing": ExplorerSettings.outbox_max_age,
-    "what a client does not read": None,
-    "an answer over 64 KiB that its client does not read": ConnectionLimits.read_timeout_s,
+    "how long the database stores nothing": ExplorerSettings.outbox_max_age,
+    "unread bytes of a client": None,
+    "reading an answer over 64 KiB": ConnectionLimits.read_timeout_s,
     "bodies of `/tokenize`, `/detokenize`, `/v1/messages/count_tokens`": passthrough._MAX_TEXT_BYTES,
-    "such texts that a worker sends to an engine at once": 1,
-    "such texts waiting for that": passthrough._MAX_WAITING,
+    "such requests of a worker at once": 1,
+    "such requests waiting": passthrough._MAX_WAITING,
     "a body of feedback or commit": routes.MAX_BODY_BYTES,
     "ids in one call of feedback": events.MAX_IDS,
     "events about one reply or run in one call of feedback": events.MAX_OF_ONE,
     "events about one reply or run in all": MAX_SAID,
-    "of these from one key, or one source without a key": MAX_SAID_BY_ONE,
+    "of these from one key, or source without a key": MAX_SAID_BY_ONE,
     "a tenant's events about missing runs and replies": MAX_EARLY,
     "replies in one group of preferences": MAX_CONNECTED,
-    "draining the outbox when the service ends": STOP_S,
+    "draining the outbox at the end": STOP_S,
     "`metadata` of a request": request.MAX_METADATA_BYTES,
     "text in one call of feedback, once for each id": events.MAX_CHARACTERS,
     "`task_id`, `run_id`, `source`, `metric`, `label`, `idempotency_key`": MAX_NAME,
@@ -89,7 +89,7 @@ FIXED: dict[str, object] = {
     "a [file](files.md#files)": files.MAX_FILE_BYTES,
     "a part of an upload": files.MAX_PART_BYTES,
     "how long an upload may take": UPLOAD_S,
-    "room that files leave on the disk": files.RESERVED_BYTES,
+    "free disk space beside files": files.RESERVED_BYTES,
     "a line of a file": lines.MAX_LINE_BYTES,
     "a grader that is tried": fine_tuning._MAX_BODY_BYTES,
 }
@@ -176,7 +176,7 @@ class Beyond:
 _IMAGE = {"type": "image_url", "image_url": {"url": "http://elsewhere.example/x.png"}}
 
 BEYOND: dict[str, Callable[[Beyond], Any]] = {
-    "a request's headers; what stands between a body's chunks": lambda to: to.over_the_wire(
+    "a request's headers; lines between a body's chunks": lambda to: to.over_the_wire(
         b"GET /health HTTP/1.1\r\nX: " + b"y" * to.more
     ),
     "headers after a chunked body (trailers)": lambda to: to.over_the_wire(chunked(BODY)[:-2] + b"X: y\r\n\r\n"),

@@ -13,7 +13,7 @@ from examples.worlds.experiment import options_of
 
 ROOT = Path(__file__).parent.parent.parent.parent
 PAGE = (ROOT / "docs" / "tune.md").read_text()
-NAMES = re.findall(r"^\| \[(\w+)\]\(\.\./examples/\w+/main\.py\) \|", PAGE, re.MULTILINE)
+NAMES = re.findall(r"^\|\[(\w+)\]\(\.\./examples/\w+/main\.py\)\|", PAGE, re.MULTILINE)
 COMMANDS = [shlex.split(line, comments=True)[2:] for line in PAGE.splitlines() if line.startswith("python -m ")]
 
 

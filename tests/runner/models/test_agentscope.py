@@ -68,7 +68,7 @@ def test_ten_calls_of_a_react_agent_are_one_sequence_and_its_summary_without_too
     alone = sum(len(each.ids) for each in assemble(calls[:10], merge=False))
     merged = max(len(each.ids) for each in sequences)
     page = " ".join((ROOT / "docs" / "tune.md").read_text().split())
-    assert f"{alone:,} tokens one by one and {merged:,} merged." in page
+    assert f"{alone:,} tokens unmerged and {merged:,} merged." in page
 
 
 def _flat(request: dict[str, Any]) -> list[dict[str, Any]]:

@@ -118,8 +118,9 @@ def option_rows() -> dict[str, str]:
     silent = [name for name, field in fields.items() if not field.description]
     if silent:
         raise ValueError(f"no docstring says what these mean: {', '.join(silent)}")
+    bounds = {name: re.sub(r"([<>]=?) ", r"\1", each) for name, each in types.items()}
     return {
-        name: f"{types[name].removesuffix(' or null' if default == 'null' else '')}|`{default}`|{text}"
+        name: f"{bounds[name].removesuffix(' or null' if default == 'null' else '')}|`{default}`|{text}"
         for name, field in fields.items()
         for default, text in [(default_of(field), " ".join((field.description or "").split()))]
     }

@@ -8,27 +8,27 @@ from tuneloop.shared import VERSION
 
 Schema = Mapping[str, Any]
 
-#: By group: each route, the file of docs/ that explains it, and what it does.
+#: By group: each route, the file of docs/ that explains it, and its summary.
 _ROUTES = """\
 Replies
 POST /v1/chat/completions | clients | Answer a conversation. The reply is recorded; its `id` is what feedback names
-POST /v1/completions | clients | Go on with a text
+POST /v1/completions | clients | Continue a text
 POST /v1/responses | clients#responses | Answer in OpenAI's Responses format
 POST /v1/messages | clients#messages | Answer in Anthropic's Messages format
 POST /v1/messages/count_tokens | clients#messages | Count the tokens of a conversation
 POST /tokenize | clients | The token ids of a text, or of a conversation's prompt
 POST /detokenize | clients | The text of token ids
-GET /tokenizer_info | clients | What the tokenizer is
-GET /v1/models | clients | The models, and versions that may be named
+GET /tokenizer_info | clients | The tokenizer's properties
+GET /v1/models | clients | The models, and the versions that clients may choose
 GET /v1/models/{model} | clients | One model
 
 Files and graders
 POST /v1/files | files | Upload a file, as multipart/form-data: `file`, `purpose`, `expires_after[…]`
 GET /v1/files | files | Files, newest first
 GET /v1/files/{id} | files | One file
-GET /v1/files/{id}/content | files | What a file holds
+GET /v1/files/{id}/content | files | A file's content
 DELETE /v1/files/{id} | files | Delete a file
-POST /v1/uploads | files | Begin a file that comes in parts
+POST /v1/uploads | files | Start a file in parts
 POST /v1/uploads/{id}/parts | files | Send a part, as multipart/form-data: `data`
 POST /v1/uploads/{id}/complete | files | Make the file of its parts
 POST /v1/uploads/{id}/cancel | files | Cancel an upload
@@ -37,20 +37,20 @@ POST /v1/fine_tuning/alpha/graders/run | files | Grade a reply
 
 Fine-tuning
 DELETE /v1/models/{model} | files#fine-tuning-jobs | Delete the model of a fine-tuning job
-POST /v1/fine_tuning/jobs | files#fine-tuning-jobs | Make a job, which learns from a file
+POST /v1/fine_tuning/jobs | files#fine-tuning-jobs | Start a job that trains on a file
 GET /v1/fine_tuning/jobs | files#fine-tuning-jobs | Jobs, newest first
 GET /v1/fine_tuning/jobs/{id} | files#fine-tuning-jobs | One job
-GET /v1/fine_tuning/jobs/{id}/events | files#fine-tuning-jobs | What happened to a job, newest first
-GET /v1/fine_tuning/jobs/{id}/checkpoints | files#fine-tuning-jobs | The versions that a job has made, newest first
+GET /v1/fine_tuning/jobs/{id}/events | files#fine-tuning-jobs | A job's events, newest first
+GET /v1/fine_tuning/jobs/{id}/checkpoints | files#fine-tuning-jobs | A job's versions, newest first
 POST /v1/fine_tuning/jobs/{id}/{action} | files#fine-tuning-jobs | `cancel`, `pause` or `resume` a job
 
 Feedback
-POST /feedback | feedback | Say what replies are worth
+POST /feedback | feedback | Rate replies
 POST /api/public/scores | feedback | A Langfuse score, or a list of them, as feedback
-DELETE /api/public/scores/{score_id} | feedback | Take back a Langfuse score
-POST /api/public/ingestion | feedback | Langfuse's events; scores are kept
+DELETE /api/public/scores/{score_id} | feedback | Delete a Langfuse score
+POST /api/public/ingestion | feedback | Langfuse's events; only scores are stored
 POST /v1/feedback_tokens | keys | A token for feedback from a browser
-POST /commit | feedback#commit | Hand rewarded replies to the trainer
+POST /commit | feedback#commit | Release rewarded replies to the trainer
 
 Stored replies
 GET /v1/chat/completions | clients#stored-completions | Stored chats
@@ -62,15 +62,15 @@ GET /v1/chat/completions/{id}/explain | explain | What happened to a reply of an
 GET /v1/responses/{id} | clients#responses | A stored response
 
 Training
-GET /training | troubleshooting#doctor | What is served, what waits, and why
-GET /training/calls | troubleshooting#doctor | How many calls of a run are recorded, and their tokens
+GET /training | troubleshooting#doctor | The served version, waiting replies, and reasons
+GET /training/calls | troubleshooting#doctor | The number of a run's recorded calls, and their tokens
 
 Service
 GET /metrics | metrics | Metrics, in Prometheus' format or as JSON
 GET /health | one_machine#monitoring | The service lives
 GET /health/live | one_machine#monitoring | The service lives
 GET /api/hello | clients#messages | The service lives
-GET /health/ready | one_machine#monitoring | An engine answers, and disk and database can take records
+GET /health/ready | one_machine#monitoring | An engine answers, disk and database store records
 GET /ping | one_machine#monitoring | An engine answers
 POST /ping | one_machine#monitoring | An engine answers
 GET /version | one_machine#monitoring | The engine's release
@@ -82,23 +82,23 @@ Versions
 GET /admin/versions | versions | All versions of the weights
 GET /admin/versions/{version} | versions | One version
 GET /admin/versions/events | versions | Decisions about versions
-GET /admin/versions/compare | versions | Two versions side by side
-POST /admin/versions/{version}/pin | versions | Serve this version, whatever is published
+GET /admin/versions/compare | versions | Compare two versions
+POST /admin/versions/{version}/pin | versions | Serve this version until it is unpinned
 POST /admin/versions/unpin | versions | Serve the champion again
 POST /admin/versions/{version}/promote | versions | Make a candidate the champion
 POST /admin/versions/{version}/reject | versions | Never serve this candidate, or retired version
-POST /admin/versions/rollback | versions | Go back to the champion before
-POST /admin/versions/{version}/rollback | versions | Take this version out of service for good
+POST /admin/versions/rollback | versions | Return to the previous champion
+POST /admin/versions/{version}/rollback | versions | Never serve this version again
 POST /admin/versions/{version}/unpin | versions | Serve the champion of this version's policy again
 GET /admin/policies | policies | Policies, a line each
 POST /admin/policies | policies | Make a policy
 POST /admin/policies/{name}/{action} | policies | `pause`, `resume`, `delete` a policy, or `promote` its champion
 
 Keys and raters
-GET /admin/raters | feedback | Raters, and whose feedback counts
+GET /admin/raters | feedback | Raters, with quarantines
 GET /admin/keys | keys | Keys, without their secrets
 POST /admin/keys | keys | Make a key
-GET /admin/keys/audit | keys | Who made and revoked keys
+GET /admin/keys/audit | keys | Creations and revocations of keys
 DELETE /admin/keys/{id} | keys | Revoke a key
 """
 

@@ -96,7 +96,7 @@ class OffPolicySettings(Section):
     start](methods.md#replies-that-other-weights-sampled). _Train._"""
     correction: Literal["none", "truncate", "mask"] = "truncate"
     """What happens to [importance weights](methods.md#replies-that-other-weights-sampled) beyond the bounds: nothing,
-    cut, or their tokens left out. _Train._"""
+    cut, or their tokens masked. _Train._"""
 
     #: The least importance weight that `mask` leaves in, the inverse of `high`.
     low: ClassVar[float] = 0.5
@@ -211,8 +211,8 @@ class AlgorithmSettings(Section):
     optimizer: OptimizerSettings = OptimizerSettings()
     critic_optimizer: CriticOptimizerSettings = CriticOptimizerSettings()
     credit: Literal["call", "trajectory", "discounted"] = "call"
-    """What a [call of a run](concepts.md#credit) is rewarded with: its own reward, its run's at the end, or its run's,
-    times 0.95 for each later call. _Train._"""
+    """The reward of a [call of a run](concepts.md#credit): its own, its run's at the end,
+    or its run's times 0.95 for each later call. _Train._"""
     gamma: Fraction = 1.0
     """Discount per token; 1: none. _Train._"""
     lam: Fraction = 1.0

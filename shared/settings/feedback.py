@@ -103,15 +103,15 @@ class RewardRule(Section):
     clip: tuple[Real, Real] | None = (-1.0, 1.0)
     """The least and the greatest reward, and of each rater's value, times its weight; null: ±1e6. _Serve._"""
     aggregate: Literal["median", "mean"] = "median"
-    """What is made of several raters' values: the `median` (of two the mean), or the `mean`. [Your own
-    word](feedback.md#many-raters) decides a median alone. _Serve._"""
+    """What is made of several raters' values: the `median` (of two the mean), or the `mean`. [Trusted
+    feedback](feedback.md#many-raters) decides a median alone. _Serve._"""
     run_feedback: Literal["fallback", "add"] = "fallback"
     """What [feedback on a run](feedback.md#runs) does to its replies: it counts where a reply has none of its own
     (`fallback`), or is added (`add`). _Serve._"""
     unfinished_runs: Literal["ignore", "count"] = "ignore"
     """What feedback on a run counts whose last call was [cut off](feedback.md#runs): nothing, or as usual. _Serve._"""
     attribution_window: Seconds | None = None
-    """Seconds after the request in which feedback counts; later feedback is `late`. null: for ever. _Serve._"""
+    """Seconds after the request in which feedback counts; later feedback is `late`. null: no limit. _Serve._"""
     default: Real | None = None
     """The reward of a reply that had no feedback when its window closed; null: it is not trained on. _Serve._"""
 
@@ -147,7 +147,7 @@ class FeedbackSettings(Section):
     compensate_late: bool = False
     """Train again on a trained reply whose reward [feedback changes](feedback.md#after-training)."""
     trusted_raters: tuple[str, ...] = ()
-    """Sources whose feedback is [your own word](feedback.md#many-raters): `tenant/source`; without a tenant, of
+    """Sources whose feedback is [trusted](feedback.md#many-raters): `tenant/source`; without a tenant, of
     `default`."""
 
     score_metrics: dict[str, str] = Field(default={"user-feedback": "reward", "user_feedback": "reward"})
@@ -162,7 +162,7 @@ class FeedbackSettings(Section):
 
 
 class RetentionSettings(Section):
-    """Seconds after its sampling that an experience is kept, by its state; null: for ever."""
+    """Seconds after its sampling that an experience is kept, by its state; null: no limit."""
 
     recorded: Seconds | None = None
     """Experiences without feedback, and feedback whose reply never came."""

@@ -69,7 +69,7 @@ class LoraSettings(Section):
     max_rank: Positive | None = None
     """The largest rank that a [policy](policies.md) may have; null: `rank`. Engines keep room for it. _Serve._"""
     resident: Positive = 8
-    """Adapters that an engine holds at once; of more, the one that was not asked for longest [makes room](policies.md).
+    """Adapters that an engine holds at once; the least recently used [is unloaded](policies.md).
     _Serve._"""
 
     @property
@@ -114,7 +114,7 @@ class ModelSettings(Section):
     max_model_len: Positive | None = None
     """Tokens of prompt and reply together; null: what the model's own configuration says."""
     max_response_tokens: Positive | None = None
-    """Tokens of a reply whose request sets no limit; null: what is left of `max_model_len`."""
+    """Tokens of a reply whose request sets no limit; null: the rest of `max_model_len`."""
     temperature: NotNegativeReal = 1.0
     """Temperature of a request that sets none. _Serve._"""
     trust_remote_code: bool = False
@@ -142,8 +142,8 @@ class RolloutModelSettings(Section):
     tensor_parallel_size: Positive = 1
     """GPUs of one engine. The engines take the first GPUs, or the first of `CUDA_VISIBLE_DEVICES`. _Serve._"""
     api_servers: Positive | None = None
-    """vLLM's API processes for each engine. null: on GPUs half of the cores over the engines, at most 4; else 1. With
-    adapters always 1. _Serve._"""
+    """vLLM's API processes for each engine. null: on GPUs half of the cores over the engines, at most 4; else, and
+    with adapters, 1. _Serve._"""
     enable_auto_tool_choice: bool = False
     """vLLM's `--enable-auto-tool-choice`: the model may call tools. It needs `tool_call_parser`. _Serve._"""
     tool_call_parser: str | None = None
@@ -155,8 +155,7 @@ class RolloutModelSettings(Section):
     seed: NotNegative = 42
     """The engines' seed. _Serve._"""
     gpu_memory_utilization: Share = 0.9
-    """Share of a GPU's memory that an engine takes. Where the trainer has no GPU of its own it must be 0.5 or less:
-    write 0.4. _Serve._"""
+    """Share of a GPU's memory that an engine takes. Beside the trainer on one GPU at most 0.5: write 0.4. _Serve._"""
     enforce_eager: bool = False
     """No CUDA graphs: a faster start, slower replies. _Serve._"""
     single_process: bool = False
@@ -170,10 +169,10 @@ class RolloutModelSettings(Section):
     """The key that `engine_urls` need. _Serve._"""
     engine_args: tuple[str, ...] = ()
     """More arguments for every engine: `[--max-num-seqs, "64"]`. Those that [change what replies are sampled
-    from](explain.md#what-the-engine-does-by-itself) are refused. _Serve._"""
+    from](explain.md#what-the-engine-adds) are refused. _Serve._"""
     spare_place: bool | None = None
-    """Whether there is room for one more engine, where a [fresh engine](versions.md#fresh-engines) starts. null:
-    measured. `true` with one GPU: both share it, so `gpu_memory_utilization` must be below a half. _Serve._"""
+    """Whether a [fresh engine](versions.md#fresh-engines) has room beside the others. null: measured. `true` with
+    one GPU: both share it, so `gpu_memory_utilization` must be below a half. _Serve._"""
 
     #: Seconds that an engine gets to become ready: a large model from a slow disk, compiled, takes some minutes.
     startup_timeout: ClassVar[float] = 900.0
@@ -219,14 +218,13 @@ class CaptureSettings(Section):
     """Of which replies engines are asked for log-probabilities; of the others the trainer recomputes them."""
 
     logprobs: Literal["all", "share", "none"] = "all"
-    """Which replies [engines](architectures.md#engines-of-others) return log-probabilities for, which costs throughput:
-    `all`, a `share`, or one in a hundred (`none`). The trainer recomputes the others. Write the same for both
-    services."""
+    """Replies for which [engines](architectures.md#engines-of-others) return log-probabilities, at a cost:
+    `all`, a `share`, or one in a hundred (`none`). The trainer recomputes the others. The same for both services."""
     share: Share = 0.05
     """The share of replies that `share` captures."""
     max_mismatch: PositiveReal = 0.01
-    """How far recomputed log-probabilities may diverge from captured ones, in nats a token (k3). Beyond it the alarm
-    `capture_mismatch` is raised, and all are captured. _Train._"""
+    """How far recomputed log-probabilities may diverge from captured ones, in nats a token (k3).
+    Beyond it `capture_mismatch` is raised, and all are captured. _Train._"""
 
     @property
     def captured_share(self) -> float:
@@ -244,7 +242,7 @@ class ExplorerSettings(Section):
     allowed_hosts: tuple[str, ...] = ()
     """Host names beside `localhost` for [callers without a key](keys.md#without-keys). _Serve._"""
     insecure: bool = False
-    """Admit everybody without a key, and a Ray cluster without a token: for isolated laboratories."""
+    """Allow requests without a key, and a Ray cluster without a token: for isolated laboratories."""
     cors_allow_origins: tuple[str, ...] = ()
     """Origins, such as `https://app.example.com`, whose pages may send [feedback from a
     browser](keys.md#feedback-from-a-browser). _Serve._"""
@@ -274,8 +272,8 @@ class ExplorerSettings(Section):
     """Folder of the explorer's outbox; null: `outbox` in the job folder. Best a local disk that outlives the service.
     _Serve._"""
     outbox_max_bytes: Positive = 1 << 30
-    """Bytes that may wait in the outbox. Beyond it, or with less than 5 % of its disk free (1 GiB at most), requests
-    and feedback get 503. _Serve._"""
+    """Bytes that may wait in the outbox. Beyond it, or with less than 5 % of the disk free (at most 1 GiB), requests
+    get 503. _Serve._"""
     clamp_max_tokens: bool = False
     """Lower a request's `max_tokens` to the model's context (`x-tuneloop-clamped`), instead of refusing it as vLLM
     does. _Serve._"""

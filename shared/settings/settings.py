@@ -65,7 +65,7 @@ class Settings(Section):
     judge: JudgeSettings = JudgeSettings()
     retention: RetentionSettings = RetentionSettings()
     tenants: dict[str, TenantSettings] = Field(default_factory=dict)
-    """What holds for a [tenant](keys.md#tenants) where a request says nothing else: `{acme: {store: false, train:
+    """Defaults of a [tenant](keys.md#tenants) for requests: `{acme: {store: false, train:
     false, retention: {trained: 86400}}}`. `store: always` keeps replies to requests with [`store:
     false`](clients.md#codex)."""
     privacy: PrivacySettings = PrivacySettings()

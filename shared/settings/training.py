@@ -47,28 +47,28 @@ class TrainerSettings(Section):
     seed: NotNegative = 42
     """The trainer's seed. _Train._"""
     micro_batch_tokens: Positive | None = None
-    """Tokens that go through the model at once. null: as many [as the memory holds](one_machine.md#disk-and-memory), up
-    to 32768. Where memory runs out, it is halved, with the same result. _Train._"""
+    """Tokens of one pass of the model. null: as many [as the memory holds](one_machine.md#disk-and-memory), up to
+    32768. Without memory it is halved, with the same result. _Train._"""
     activation_checkpointing: bool | None = None
     """Compute activations again in the backward pass: a third more work, much less memory. null: where nothing fits
     without. _Train._"""
     compile: bool | None = None
-    """Compile the layers with `torch.compile`: a step takes two thirds of the time on a GPU, after a slow first one. It
-    needs a C compiler. null: on a GPU with one. _Train._"""
+    """Compile the layers with `torch.compile`: a third less time on a GPU, after a slow first step. null: on a GPU
+    with a C compiler. _Train._"""
     optimizer_offload: bool = False
     """Keep AdamW in [main memory](one_machine.md#disk-and-memory): 12 bytes a weight less of a GPU. _Train._"""
     allow_routing_mismatch: bool = False
     """Train a [mixture of experts](architectures.md#mixtures-of-experts), whose experts engine and trainer may choose
     differently. _Train._"""
     yield_to_traffic: bool = False
-    """Wait before each micro-batch until no request has been in flight for 0.6 s, where an engine and a trainer share a
-    GPU. `tuneloop doctor` says how far training lags. Both services need the same. _Train._"""
+    """Wait before each micro-batch until no request has been in flight for 0.6 s, where engine and trainer share a
+    GPU. The same for both services. _Train._"""
     poll_interval: Seconds = 1.0
     """Seconds between two checks for a full batch. _Train._"""
     max_staleness: NotNegative | None = None
     """Committed replies that were sampled more than so many versions ago expire; null: none. _Train._"""
     total_steps: Positive | None = None
-    """Stop after so many steps; null: go on until stopped. _Train._"""
+    """Stop after so many steps; null: no limit. _Train._"""
 
     @property
     def tokens_at_once(self) -> int:
@@ -98,8 +98,8 @@ class BufferSettings(Section):
     train_batch_size: Positive = 32
     """Experiences of one step. _Train._"""
     commit: Literal["auto", "manual"] = "manual"
-    """How rewarded replies are released to the trainer: by `POST /commit` (`manual`), or [by
-    themselves](feedback.md#commit) as well (`auto`). _Serve._"""
+    """How rewarded replies are released to the trainer: by `POST /commit` (`manual`), or
+    [automatically](feedback.md#commit) as well (`auto`). _Serve._"""
     order: Literal["oldest", "freshest", "priority"] = "oldest"
     """Which committed experiences come first: the oldest, the newest, or the highest `metadata.priority`. _Train._"""
     group_by: Literal["none", "run", "task", "preference"] = "none"
@@ -108,7 +108,7 @@ class BufferSettings(Section):
     group_size: AtLeastTwo = 8
     """Runs that make a group of `task` complete, once none of its replies waits for feedback or a commit. _Train._"""
     group_timeout: Seconds = 3600.0
-    """Seconds after a group's first commit when it is trained on as it is; a lone run of a task expires then.
+    """Seconds after a group's first commit when it is trained on incomplete; a lone run of a task expires then.
     _Train._"""
     whole_groups_only: bool = False
     """Train on a group of `task` only with all `group_size` runs. _Train._"""
@@ -116,7 +116,7 @@ class BufferSettings(Section):
     """Seconds after the oldest commit when a smaller batch is taken; null: a step waits until there is enough.
     _Train._"""
     max_backlog: Positive | None = 8
-    """Batches that may wait when a version is registered; [what is beyond expires](concepts.md#what-is-too-much), the
+    """Batches that may wait when a version is registered; [further ones expire](concepts.md#what-is-too-much), the
     oldest first. null: everything waits. _Train._"""
     record_share: Fraction = 1.0
     """Share of the traffic that is recorded, by whole runs; `store: true` always is. Feedback on the rest is

@@ -67,8 +67,8 @@ class DriftSettings(Section):
     """When a monitor raises its alarm."""
 
     action: Literal["report", "suspect", "hold"] = "suspect"
-    """What an open [alarm](troubleshooting.md#alarms) does: it is shown (`report`), holds new versions (`hold`), or
-    holds them if feedback cannot be trusted or the model is worse (`suspect`). _Train._"""
+    """What an open [alarm](troubleshooting.md#alarms) does: `report` shows it, `hold` keeps new versions from users,
+    `suspect` does so if feedback cannot be trusted or the model is worse. _Train._"""
 
     #: Regular expressions, upper and lower case alike; a reply refuses if one is in its first 2000 characters.
     refusal_patterns: ClassVar[tuple[str, ...]] = _REFUSALS
@@ -187,7 +187,7 @@ class RolloutSettings(Section):
 
     mode: Literal["all", "rolling", "canary", "ab"] = "all"
     """How a version takes over: `all` engines, `rolling` while others answer, or after a [trial](versions.md#rollout)
-    (`canary`, `ab`), which needs two engines, or one with adapters. _Serve._"""
+    (`canary`, `ab`) with two engines, or one with adapters. _Serve._"""
     share: Share | None = None
     """The share of the traffic on trial; null: 0.1, of `ab` 0.5. _Serve._"""
     window: Seconds = 3600.0

@@ -71,12 +71,8 @@ docs: ## build/site: the documentation as a site that is read offline
 	@echo "build/site/index.html"
 
 .PHONY: release-check
-release-check: check docs sbom ## what a release needs: packages, site, bill of materials, deployment files, an upgrade while serving, a restore, signed sums
-	@scripts/install-clients
-	@rm -rf build/release
-	@$(UV) build --quiet --out-dir build/release . && $(UV) build --quiet --out-dir build/release runner
-	@$(PYTHON_IN_VENV) -m pytest -q -n 2 --dist loadgroup tests/deploy tests/install tests/cli/data/test_backup_commands.py tests/shared/operations/test_backup.py tests/explorer/outages/test_backup_under_load.py
-	@scripts/audit; audited=$$?; scripts/sign && exit $$audited
+release-check: ## what a release needs: packages, site, bill of materials, deployment files, an upgrade while serving, a restore, signed sums
+	@scripts/release-check
 
 .PHONY: check
 VENV ?= .venv

@@ -3,11 +3,11 @@
 ARG VLLM=v0.32.0
 FROM vllm/vllm-openai:${VLLM}
 
-# The release: there is no history here to read it from.
+# The release, since the image has no git history.
 ARG VERSION=0.1.0
 WORKDIR /src
 COPY . .
-# As scripts/install does: what is there already, vLLM's own torch above all, stays as it is.
+# As scripts/install does: installed packages, above all vLLM's torch, remain unchanged.
 RUN SETUPTOOLS_SCM_PRETEND_VERSION=${VERSION} python3 -m pip install --no-cache-dir ./runner . \
     && rm -rf /src/* \
     && useradd --uid 10001 --create-home tuneloop \

@@ -11,7 +11,7 @@ model = os.environ.get("TUNELOOP_MODEL", "tiny")
 
 
 async def ask() -> str:
-    """Ask; the id of the reply."""
+    """Ask, and return the reply's id."""
     chat = OpenAIChatModel(
         model,
         api_key="none",

@@ -13,7 +13,7 @@ model = os.environ.get("TUNELOOP_MODEL", "tiny")
 
 
 async def ask() -> str:
-    """Ask; the id of the reply."""
+    """Ask, and return the reply's id."""
     chat = OpenAIChatModel(
         credential=OpenAICredential(api_key="none", base_url=f"{tuneloop}/v1"),
         model=model,

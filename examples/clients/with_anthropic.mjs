@@ -1,4 +1,4 @@
-// Anthropic's JavaScript client. What it does not know of `metadata` passes through it.
+// Anthropic's JavaScript client. It sends unknown fields of `metadata`, too.
 import Anthropic from "@anthropic-ai/sdk";
 
 const tuneloop = process.env.TUNELOOP_URL ?? "http://localhost:8010";

@@ -1,5 +1,5 @@
 #!/bin/sh
-# curl, bound to a run by its URL: what any client of any framework takes as its base URL.
+# curl, bound to a run by its URL, which is the base URL for any client.
 set -eu
 tuneloop=${TUNELOOP_URL:-http://localhost:8010}
 model=${TUNELOOP_MODEL:-tiny}

@@ -1,4 +1,4 @@
-"""LiteLLM, as a library. Its own `metadata` stays with it; ours goes into `extra_body`."""
+"""LiteLLM as a library. It does not send `metadata`, so labels go into `extra_body`."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""LiteLLM's responses. It makes ids of its own, so feedback names the task and the run of the request."""
+"""LiteLLM's responses. It makes its own ids, so feedback names the request's task and run."""
 
 import os
 import uuid

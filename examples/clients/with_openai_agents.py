@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK with its chat model. A run has no ids of replies, so feedback names its task and its run."""
+"""OpenAI's Agents SDK with its chat model. A run has no reply ids, so feedback names its task and run."""
 
 import os
 import uuid

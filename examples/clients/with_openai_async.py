@@ -10,7 +10,7 @@ model = os.environ.get("TUNELOOP_MODEL", "tiny")
 
 
 async def main() -> None:
-    """Ask, and say that the reply was good."""
+    """Ask, and rate the reply."""
     async with AsyncOpenAI(base_url=f"{tuneloop}/v1", api_key="none") as client:
         stream = await client.chat.completions.create(
             model=model,

@@ -25,7 +25,7 @@ BEGINNER = Beginner(hidden=128, layers=2, schooling=Schooling(early_steps=1200, 
 
 
 async def search_mails(task: Mapping[str, Any], run: Run) -> WorkflowOutput:
-    """A ReAct agent; its client belongs to the run by its URL, as that of any framework would."""
+    """A ReAct agent; the URL binds its client to the run."""
     messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": task["question"]}]
     async with AsyncOpenAI(base_url=run.base_url, api_key=run.api_key) as client:
         said = await react(client, messages, model=NAME, tools=TOOLS, run_tool=search, most_calls=MOST_CALLS)
@@ -33,7 +33,7 @@ async def search_mails(task: Mapping[str, Any], run: Run) -> WorkflowOutput:
 
 
 def judge_function(task: Mapping[str, Any], response: Sequence[Mapping[str, Any]]) -> JudgeOutput:
-    """The right tool 1, its argument 0.5, its success 1, a tool that there is not -2."""
+    """The right tool 1, its argument 0.5, its success 1, an unknown tool -2."""
     trajectory = Trajectory.of_trajectory(response)
     text = trajectory.text if response[-1]["role"] == "assistant" else ""
     verdict = judge(task, text, trajectory.tool_calls)
@@ -41,7 +41,7 @@ def judge_function(task: Mapping[str, Any], response: Sequence[Mapping[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the tasks, tune, and say what came of it."""
+    """Make the tasks, tune, and print the result."""
     options = options_of(NAME, steps=60, rate=3e-4, arguments=arguments)
     experiment = Experiment(NAME, options)
     test = questions(held_out=True)[: options.held_out]

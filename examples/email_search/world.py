@@ -1,6 +1,6 @@
 """A mailbox in SQLite, made here, four tools that search it, and questions that one of them answers.
 
-The agent should call the right tool with the right argument, then say the numbers of the mails that it found.
+The agent should call the right tool with the right argument, then name the numbers of the mails found.
 """
 
 import itertools
@@ -79,7 +79,7 @@ def mailbox() -> sqlite3.Connection:
 
 
 def search(tool: str, arguments: Mapping[str, Any] | None) -> str:
-    """What the tool says: the numbers of the mails found, the first three; or what was wrong."""
+    """The tool's result: the numbers of the first three mails found, or an error."""
     if tool not in SEARCHES:
         return f"error: there is no tool {tool}"
     column = SEARCHES[tool][0]
@@ -91,7 +91,7 @@ def search(tool: str, arguments: Mapping[str, Any] | None) -> str:
 
 
 def questions(*, held_out: bool) -> list[dict[str, Any]]:
-    """Those to be learnt from, or the quarter of them that nobody learns from."""
+    """The questions for training, or the held-out quarter."""
     every = [
         {"question": said.format(value), "tool": tool, "arguments": {column: value}}
         for tool, (column, values, phrases) in SEARCHES.items()
@@ -104,7 +104,7 @@ def questions(*, held_out: bool) -> list[dict[str, Any]]:
 
 
 def judge(task: Mapping[str, Any], text: str, calls: Sequence[ToolCall]) -> Verdict:
-    """What the run is worth by its first call of a tool, and the share of the mails that the answer names."""
+    """The run's reward by its first tool call, and the share of mails that the answer names."""
     expected = ToolCall(task["tool"], task["arguments"])
     judged = Judged.of_trajectory(_messages(calls[:1], text), tools=tuple(SEARCHES), expected_calls=(expected,))
     score = REWARD(judged)
@@ -116,7 +116,7 @@ def judge(task: Mapping[str, Any], text: str, calls: Sequence[ToolCall]) -> Verd
     return Verdict(total, tool == arguments == 1.0, metrics)
 
 
-#: An answer out of the blue is as bad as a tool that there is not.
+#: An answer without a call is as bad as an unknown tool.
 REWARD_WITHOUT_A_CALL = -2.0
 
 
@@ -138,7 +138,7 @@ class Mailbox:
     reward_range = (-2.0, 2.5)
 
     def questions(self) -> Sequence[dict[str, Any]]:
-        """Those to be learnt from."""
+        """The questions for training."""
         return questions(held_out=False)
 
     def dialogue(self, question: Mapping[str, Any]) -> Dialogue:

@@ -1,1 +1,1 @@
-"""Train, let users ask, make tasks of what they were not content with, vary them, train again."""
+"""Train, let users ask, make tasks of their rejected answers, vary the tasks, train again."""

@@ -1,4 +1,4 @@
-"""The flywheel: train, let users ask, make tasks of what they were not content with, train again.
+"""The flywheel: train, let users ask, make tasks of their rejected answers, train again.
 
 tuneloop run --config tuneloop.yaml
 python -m examples.flywheel.main --service http://localhost:8010
@@ -23,13 +23,13 @@ HELD_OUT = [f"{a}+{b}" for a in (13, 28, 41) for b in (5, 17, 36)]  # what users
 
 
 def is_right(question: str, answer: str) -> bool:
-    """Whether the answer is the sum: a program knows, so no model has to make up answers."""
+    """Whether the answer is the sum."""
     numbers = re.findall(r"\d+", answer)
     return bool(numbers) and int(numbers[-1]) == sum(map(int, question.split("+")))
 
 
 def workflow_of(model_name: str) -> Callable[..., Any]:
-    """The agent, which asks the model of its run."""
+    """The agent, which calls the model of its run."""
 
     async def solve(task: dict[str, Any], model: AsyncOpenAI) -> WorkflowOutput:
         reply = await model.chat.completions.create(model=model_name, messages=task["messages"], max_tokens=16)
@@ -39,7 +39,7 @@ def workflow_of(model_name: str) -> Callable[..., Any]:
 
 
 def let_users_ask(service: str, model: str, questions: Sequence[str], turn: int) -> set[str]:
-    """Users ask, and give thumbs; the ids of the replies that got a thumb down."""
+    """Users ask, and give thumbs; returns the ids of replies with a thumb down."""
     unhappy = set()
     for number, question in enumerate(questions):
         run = Run(service=service, task_id=f"users-{turn}-{number}", run_id="0")
@@ -53,7 +53,7 @@ def let_users_ask(service: str, model: str, questions: Sequence[str], turn: int)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Turn the wheel, and print what each turn brought."""
+    """Repeat the cycle, and print each result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--service", default="http://localhost:8010")
     parser.add_argument("--turns", type=int, default=3)

@@ -35,13 +35,13 @@ async def answer(task: Mapping[str, Any], model: AsyncOpenAI) -> WorkflowOutput:
 
 
 def judge_function(task: Mapping[str, Any], response: str) -> JudgeOutput:
-    """The format 1, all else 0."""
+    """1 for the format, else 0."""
     verdict = judge(response)
     return JudgeOutput(reward=verdict.reward, metrics=verdict.metrics)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the tasks, tune, and say what came of it."""
+    """Make the tasks, tune, and print the result."""
     options = options_of(NAME, steps=20, rate=1e-4, arguments=arguments)
     experiment = Experiment(NAME, options)
     test = questions(held_out=True)[: options.held_out]

@@ -1,4 +1,4 @@
-"""Tune an agent of LangChain's: `run.base_url` is all that its chat model has to know.
+"""Tune a LangChain agent: its chat model needs `run.base_url` only.
 
 python -m examples.langchain_agent.main                                 # a tiny model, made here; minutes on a CPU
 python -m examples.langchain_agent.main --model Qwen/Qwen3-0.6B --gpu --gpu-share 0.4 --rate 1e-6 --batch 32
@@ -19,13 +19,13 @@ NAME = "math_agent"
 
 
 async def solve(task: Mapping[str, Any], run: Run) -> WorkflowOutput:
-    """Ask, calculate what the model wants calculated, and ask again."""
+    """Ask, run the model's calculations, and ask again."""
     from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
     from langchain_core.tools import StructuredTool
     from langchain_openai import ChatOpenAI
 
     def work_out(expression: str) -> str:
-        """Work out one operation."""
+        """Calculate one operation."""
         return calculate(expression)
 
     tool = StructuredTool.from_function(work_out, name="calculate")
@@ -43,7 +43,7 @@ async def solve(task: Mapping[str, Any], run: Run) -> WorkflowOutput:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the tasks, tune, and say what came of it."""
+    """Make the tasks, tune, and print the result."""
     options = options_of("langchain_agent", steps=50, rate=2e-4, arguments=arguments)
     experiment = Experiment(NAME, options)
     tasks = write_tasks(options.dir / "tasks", train=problems(1, 4096), test=problems(2, options.held_out))

@@ -23,7 +23,7 @@ BEGINNER = Beginner(hidden=128, layers=3, schooling=Schooling(early_steps=1200, 
 
 
 async def with_openai(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
-    """The same with nothing but a client: `model` is an AsyncOpenAI."""
+    """The same with a client only: `model` is an AsyncOpenAI."""
     messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": task["question"]}]
 
     def run_tool(name: str, arguments: Mapping[str, Any] | None) -> str:
@@ -45,7 +45,7 @@ def judge_function(task: Mapping[str, Any], response: Mapping[str, Any]) -> Judg
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the tasks, tune, and say what came of it."""
+    """Make the tasks, tune, and print the result."""
     options = options_of(NAME, steps=50, rate=2e-4, arguments=arguments)
     experiment = Experiment(NAME, options)
     most = 4 if options.model else 3  # operations

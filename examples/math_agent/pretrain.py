@@ -31,7 +31,7 @@ from examples.worlds.warmup import EARLY_SLIPS, learn, lessons, share_right
 MOST = 4
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9}
 _CHUNK = 64
-#: Steps between two looks at what the model does.
+#: Steps between two evaluations.
 _LOOK_STEPS, _LATE_LOOK_STEPS = 250, 25
 
 

@@ -1,6 +1,6 @@
 """Word problems of two or more operations, made here in the format of GSM8K, and the calculator that works one out.
 
-A problem goes on from sentence to sentence, so each operation takes the result of the one before. An agent makes one
+Each operation of a problem uses the previous result. An agent makes one
 call of the calculator for each, then answers. GSM8K's answers end in `#### 12`; so do these.
 """
 
@@ -15,13 +15,13 @@ from tuneloop.runner import Reply as Judged
 from tuneloop.runner.rewards.components import math_reward
 
 PROMPT = "Solve the problem. Calculate step by step, then say the answer."
-#: Calls of the model in one run; a run that comes to its end without an answer is worth nothing.
+#: Calls of the model in one run; a run without an answer gets 0.
 MOST_CALLS = 10
 CALCULATE: Tool = {
     "type": "function",
     "function": {
         "name": "calculate",
-        "description": "Work out one operation.",
+        "description": "Calculate one operation.",
         "parameters": {
             "type": "object",
             "properties": {"expression": {"type": "string", "description": "two whole numbers and + - or *"}},
@@ -47,7 +47,7 @@ _WRONG, _AGAIN, _BARE = 0.22, 0.42, 0.4
 
 
 def calculate(expression: object) -> str:
-    """What the tool says: the result of one operation on two whole numbers, or what was wrong."""
+    """The tool's result: one operation on two whole numbers, or an error."""
     found = _EXPRESSION.fullmatch(expression) if isinstance(expression, str) else None
     if found is None:
         return "error: one operation on two whole numbers"
@@ -88,7 +88,7 @@ def number_of(answer: str) -> int:
 
 
 def judge(task: Mapping[str, Any], text: str, turns: int) -> Verdict:
-    """Whether the answer is right, and what the run is worth; `turns` is how many calls of the model it took."""
+    """Whether the answer is right, and the run's reward; `turns` counts the calls of the model."""
     score = REWARD(Judged(text=text, expected=number_of(task["answer"]), turns=turns))
     right = score.values["correctness"]
     metrics = {"accuracy": right, "steps": float(turns), "format": score.values["format_bonus"]}
@@ -107,7 +107,7 @@ class Problems:
         self._problems = problems(0, number, most=most)
 
     def questions(self) -> Sequence[dict[str, Any]]:
-        """Those to be learnt from."""
+        """The questions for training."""
         return self._problems
 
     def dialogue(self, question: Mapping[str, Any]) -> Dialogue:

@@ -1,4 +1,4 @@
-"""Tune an agent of OpenAI's Agents SDK: `run.base_url` is all that its client has to know.
+"""Tune an agent of OpenAI's Agents SDK: its client needs `run.base_url` only.
 
 python -m examples.openai_agents.main                                   # a tiny model, made here; minutes on a CPU
 python -m examples.openai_agents.main --model Qwen/Qwen3-0.6B --gpu --gpu-share 0.4 --rate 1e-6 --batch 32
@@ -30,7 +30,7 @@ NAME = "email_search"
 
 
 async def search_mails(task: Mapping[str, Any], run: Run) -> WorkflowOutput:
-    """The SDK runs the tools, and goes on until the model calls none; what it called is judged."""
+    """The SDK runs the tools until the model calls none; the calls are judged."""
     from agents import Agent, FunctionTool, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
     from agents.exceptions import AgentsException
 
@@ -59,13 +59,13 @@ async def search_mails(task: Mapping[str, Any], run: Run) -> WorkflowOutput:
 
 
 def judge_function(task: Mapping[str, Any], response: Mapping[str, Any]) -> JudgeOutput:
-    """The right tool 1, its argument 0.5, its success 1, a tool that there is not -2."""
+    """The right tool 1, its argument 0.5, its success 1, an unknown tool -2."""
     verdict = judge(task, response["text"], response["calls"])
     return JudgeOutput(reward=verdict.reward, metrics=verdict.metrics)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the tasks, tune, and say what came of it."""
+    """Make the tasks, tune, and print the result."""
     options = options_of("openai_agents", steps=60, rate=3e-4, arguments=arguments)
     experiment = Experiment(NAME, options)
     test = questions(held_out=True)[: options.held_out]

@@ -1,4 +1,4 @@
-"""Tenants that want other answers to the same questions: each policy learns its own, a shared model cannot.
+"""Tenants with different answers to the same questions: each policy learns its own, which a shared model cannot.
 
 python -m examples.policies.main                       # twenty policies on one engine
 python -m examples.policies.main --shared              # the same tenants on one model
@@ -71,7 +71,7 @@ class Tenant:
         return str(self._number if self._number < _SUMS else wanted[self._number - _SUMS])
 
     async def commit(self) -> None:
-        """Release what was rewarded to the trainer."""
+        """Commit rewarded replies."""
         (await self._http.post("/commit", json={})).raise_for_status()
 
 
@@ -126,7 +126,7 @@ async def _until_ready(url: str, services: Services) -> None:
 
 
 def changes_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What differs from the settings of the demo."""
+    """Changes of the demo's settings."""
     names = [] if options.shared else [f"tenant-{number}" for number in range(options.tenants)]
     return {
         "model": {"lora": {"rank": 8, "resident": max(1, len(names))}},
@@ -141,7 +141,7 @@ def changes_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run it; 0 where every tenant is right more often than not, as no shared model is."""
+    """Run the example; returns 0 if each tenant is right in most cases, as no shared model is."""
     parser = argparse.ArgumentParser(prog="python -m examples.policies.main", description=__doc__)
     parser.add_argument("--tenants", type=int, default=20)
     parser.add_argument("--steps", type=int, default=30, help="training steps of each")

@@ -24,26 +24,26 @@ from examples.worlds.react import react
 from tuneloop.runner import Feedback, Run, WholeRun
 
 MODEL = "email_search"
-#: Thumbs after which what they say is released to the trainer.
+#: Thumbs before each commit.
 COMMIT_EVERY = 64
 
 
 class Question(BaseModel):
-    """What a user asks; `train` False keeps the answer from being trained on."""
+    """A user's question; without `train` the answer is not trained on."""
 
     text: str
     train: bool = True
 
 
 class Thumb(BaseModel):
-    """What a user thinks of an answer."""
+    """A user's rating of an answer."""
 
     answer: str
     up: bool
 
 
 def make_app(service: str = "http://localhost:8010", outbox: Path = Path("outbox")) -> FastAPI:
-    """The app. Thumbs go through a folder on disk: they survive the app's end and the service's absence."""
+    """The app. Thumbs are in a folder on disk: they survive the app's end and the service's absence."""
     app, feedback, thumbs = FastAPI(), Feedback(service, outbox=outbox, source="users"), itertools.count(1)
 
     @app.post("/ask")

@@ -1,9 +1,9 @@
-"""Production answers its users as ever; a share of its calls is run again with our model, which learns to answer alike.
+"""Production answers its users; a share of its calls runs again with our model, which learns the same answers.
 
 tuneloop run --config examples/production_feedback/tuneloop.yaml
 python -m examples.shadow.main --service http://localhost:8010
 
-Production is a script here, which knows every question; an app would have a large model of somebody else's.
+Production is a script here, which knows every question; an app would use a large foreign model.
 """
 
 import argparse
@@ -25,12 +25,12 @@ KNOWN = {task["question"]: task for held_out in (False, True) for task in questi
 
 
 async def production(question: str) -> str:
-    """What users get."""
+    """The users' answer."""
     return f"Mails {search(KNOWN[question]['tool'], KNOWN[question]['arguments'])}."
 
 
 async def ask(run: Run, question: str) -> str:
-    """What our model answers in a run; its tools read a mailbox, and write nothing."""
+    """Our model's answer in a run; its tools only read a mailbox."""
     messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": question}]
     async with AsyncOpenAI(base_url=run.base_url, api_key=run.api_key) as client:
         said = await react(client, messages, model=MODEL, tools=TOOLS, run_tool=search, most_calls=MOST_CALLS)
@@ -38,7 +38,7 @@ async def ask(run: Run, question: str) -> str:
 
 
 def shadow_agent(run: ShadowRun) -> Any:
-    """The agent of one shadow run, called as production was."""
+    """The agent of one shadow run, with production's arguments."""
     return lambda question: ask(run, question)
 
 
@@ -48,7 +48,7 @@ def same_answer(result: ShadowResult) -> float:
 
 
 async def measure(service: str) -> float:
-    """The share of held-out questions that our model answers as production does; nothing of it is trained on."""
+    """The share of held-out questions with production's answer, without training."""
     held_out, name = questions(held_out=True), uuid.uuid4().hex
     runs = [Run(service=service, task_id=f"{name}-{i}", run_id="0", train=False) for i in range(len(held_out))]
     answers = await asyncio.gather(*(ask(run, task["question"]) for run, task in zip(runs, held_out, strict=True)))

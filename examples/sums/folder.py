@@ -1,4 +1,4 @@
-"""Where everything of the demo lies, and the settings that both services read."""
+"""The demo's folder, and the settings of both services."""
 
 import fcntl
 import os
@@ -47,7 +47,7 @@ class Folder:
 
     @property
     def summary(self) -> Path:
-        """What came of it."""
+        """The result."""
         return self.root / "summary.json"
 
     @property
@@ -61,11 +61,11 @@ class Folder:
         return self.root / "page_key"
 
     def log(self, service: str) -> Path:
-        """Where a service's log goes."""
+        """The log file of a service."""
         return self.root / "logs" / f"{service}.log"
 
     def start_afresh(self) -> TextIO:
-        """Delete what an earlier demo left here, and nothing else. Keep the file returned open: it is the lock."""
+        """Delete only an earlier demo's files. Keep the returned file open: it is the lock."""
         mark = self.root / _MARK
         if not mark.exists() and any((self.root / name).exists() for name in _OURS):
             raise FolderRefused(f"{self.root} holds something that is not this demo's: choose another --dir")

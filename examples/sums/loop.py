@@ -24,7 +24,7 @@ _START_S, _STALL_S, _MOST_FAILURES = 300.0, 120.0, 50
 
 
 class DemoFailed(Exception):
-    """The demo cannot go on; the message says why."""
+    """The demo cannot continue; the message has the cause."""
 
 
 class Driver(Protocol):
@@ -126,7 +126,7 @@ class Loop:
             await asyncio.sleep(0.2)
 
     async def _watch(self, agent: Driver, ledger: Ledger) -> None:
-        """Show the progress for ever. Raises when a service has ended or nothing moves any more."""
+        """Show the progress without end. Raises when a service has ended or progress stops."""
         last, moved = None, time.monotonic()
         while True:
             self._services.check()

@@ -14,7 +14,7 @@ _TAIL = 20
 
 
 class ServiceFailed(Exception):
-    """A service ended by itself; the message shows the end of its log."""
+    """A service ended unexpectedly; the message shows the end of its log."""
 
 
 def _stop_with_the_demo() -> None:

@@ -1,4 +1,4 @@
-"""What came of the demo: a verdict, a page for people, JSON for programs."""
+"""The demo's result: a verdict, a page for people, JSON for programs."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -42,7 +42,7 @@ class Summary:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def page(self, settings: Settings, config: Path) -> str:
-        """For people: the numbers, where everything lies, and what to try next."""
+        """For people: the numbers, the files, and next steps."""
         lag = "-" if self.feedback_to_served_s is None else f"{self.feedback_to_served_s:.1f} s"
         question = json.dumps({"model": MODEL_NAME, "messages": [{"role": "user", "content": "3+4="}]})
         key = f"x-api-key: $(cat {config.with_name('key')})"
@@ -65,8 +65,7 @@ checkpoints              {settings.job_dir}
 TensorBoard              {settings.tensorboard_dir}
 database                 {without_password(settings.database_url)}
 
-Of the experiences, "trained" are in a version; "dropped" are the agent's questions that nobody rated: those by which it
-measured the reward.
+Of the experiences, "trained" are in a version; "dropped" are unrated questions, which measured the reward.
 
 Try next:
   .venv/bin/tensorboard --logdir {settings.tensorboard_dir}

@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where the loop stands."""
+    """The loop's progress."""
 
     version: int
     step: int
@@ -41,13 +41,13 @@ class Progress(NamedTuple):
 
 
 class View(Protocol):
-    """Somebody who watches."""
+    """An observer."""
 
     def phase(self, text: str, detail: str = "") -> None:
         """Say what is being done now; `detail` may change often."""
 
     def show(self, progress: Progress) -> None:
-        """Show where the loop stands."""
+        """Show the loop's progress."""
 
     def __enter__(self) -> "View": ...
 

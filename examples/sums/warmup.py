@@ -24,7 +24,7 @@ def warm_up(
     *,
     slips: bool = True,
 ) -> float:
-    """Train `model` and return its chance of a right answer. `on_step(done, of)` is told of progress.
+    """Train `model` and return its chance of a right answer. `on_step(done, of)` gets the progress.
 
     Without `slips` it sees right answers only.
     """

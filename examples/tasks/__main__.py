@@ -113,7 +113,7 @@ async def _run(loop: Loop, agent: Agent, started: float) -> Summary:
 
 
 def changes(options: argparse.Namespace) -> dict[str, Any]:
-    """What differs from the demo's settings."""
+    """Changes of the demo's settings."""
     method: Method = METHODS[options.method]
     task = TASKS[options.task]
     taught_by = teacher_of(options.start, task.name, options.seed).absolute()

@@ -17,7 +17,7 @@ _STEP = re.compile(r"([0-9]{1,3})([+*])([0-9]{1,3})")
 _ERROR = "error"
 _DIGITS = range(1, 6)
 _SLIPS = 0.42
-#: A run that goes on calling tools is ended.
+#: A run with more calls is ended.
 MOST_CALLS = 3
 
 
@@ -43,7 +43,7 @@ class Sequel(NamedTuple):
 
 
 def calculate(expression: object) -> str:
-    """What the tool says: the result of one operation on two numbers, or `error`."""
+    """The tool's result: one operation on two numbers, or `error`."""
     step = _STEP.fullmatch(expression) if isinstance(expression, str) else None
     if step is None:
         return _ERROR
@@ -97,7 +97,7 @@ class Calculator:
         return Verdict(0.0, False)
 
     def replies(self, question: Sequel, slip: random.Random | None) -> Iterator[Reply]:
-        """Both steps and the answer; a slip calculates or answers something else, and goes on from there."""
+        """Both steps and the answer; a slip calculates or answers something else, and continues from there."""
         one = _with_slip(question.steps[0], slip)
         yield call_of("calc", expr=one)
         two = _with_slip(f"{calculate(one)}{question.second}{question.right}", slip)

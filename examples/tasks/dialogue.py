@@ -1,4 +1,4 @@
-"""What an agent does, without the network: it says what to ask next, is told the reply, and judges in the end.
+"""An agent without the network: it yields the next request, gets the reply, and judges at the end.
 
 A dialogue is a generator, so that the same agent plays against an OpenAI endpoint and against a model in this process:
 

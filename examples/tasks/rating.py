@@ -1,4 +1,4 @@
-"""What the feedback says of a run."""
+"""The feedback on a run."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from examples.tasks.dialogue import Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rater:
-    """Turns verdicts into rewards: as they are, the opposite in the share `flip`, `offset` higher, or tossed."""
+    """Turns verdicts into rewards: unchanged, the opposite in the share `flip`, `offset` higher, or tossed."""
 
     low: float
     high: float

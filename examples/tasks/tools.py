@@ -1,7 +1,7 @@
 """A shop's assistant has three tools and must call the right one for the right order.
 
-The reward of a reply is a sum: 1.0 for the right tool, 0.5 for the right argument, 1.0 if the tool then did what was
-asked for; a reply that calls no tool that there is costs 2.0.
+The reward of a reply is a sum: 1.0 for the right tool, 0.5 for the right argument, 1.0 if the tool then succeeds; a
+reply that calls an unknown tool costs 2.0.
 """
 
 import random
@@ -21,7 +21,7 @@ _SLIPS, _INVENTED = 0.56, 0.1
 
 
 class Wish(NamedTuple):
-    """What a customer says, and the call that serves it."""
+    """A customer's text, and the right call."""
 
     text: str
     tool: str
@@ -70,7 +70,7 @@ class Shop:
 
 
 def judge(asked: Wish, calls: Sequence[Call]) -> float:
-    """The reward of a reply that makes `calls`: only the first is looked at, and more than one is invalid."""
+    """The reward of a reply with `calls`: only the first counts, and more than one is invalid."""
     if len(calls) != 1 or calls[0].name not in _SAID:
         return INVALID_TOOL
     right_tool, right_args = calls[0].name == asked.tool, calls[0].parsed_arguments() == {"order": asked.order}

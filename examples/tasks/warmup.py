@@ -63,7 +63,7 @@ def share_right(model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, right: 
 
 
 def lesson(task: Task, words: PreTrainedTokenizerFast, question: Any, slip: random.Random | None) -> Lesson:
-    """The teacher's conversation about the question as one row of tokens: each prompt goes on where the last ended."""
+    """The teacher's conversation about the question as one row of tokens: each prompt continues the last."""
     dialogue, ids, spoken = task.dialogue(question), list[int](), list[bool]()
     messages = next(dialogue)
     for reply in task.replies(question, slip):

@@ -67,7 +67,7 @@ def service(experiment: Experiment, key: str) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the tasks, tune, and say what came of it."""
+    """Make the tasks, tune, and print the result."""
     options = options_of(NAME, steps=40, rate=2e-3, arguments=arguments)
     experiment, key = Experiment(NAME, options), secrets.token_urlsafe(16)
     tasks = write_tasks(options.dir / "tasks", train=games(1, 4096), test=games(2, options.held_out))

@@ -41,7 +41,7 @@ async def play(task: Mapping[str, Any], model: AsyncOpenAI) -> WorkflowOutput:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make the tasks, tune, and say what came of it."""
+    """Make the tasks, tune, and print the result."""
     options = options_of(NAME, steps=100, rate=3e-4, arguments=arguments)
     experiment = Experiment(NAME, options)
     tasks = write_tasks(options.dir / "tasks", train=games(1, 4096), test=games(2, options.held_out))

@@ -1,4 +1,4 @@
-"""Werewolf for six: at night the wolves kill, by day everybody accuses somebody, then all vote one player out.
+"""Werewolf for six: at night the wolves kill, by day each player accuses another, then all vote one player out.
 
 The wolves, two of six, are played by the model; the villagers follow a script: each of them suspects somebody, a wolf
 more often than chance would have it, says so, and votes for whom most have accused. Or a model says whom a villager
@@ -201,7 +201,7 @@ class Wolves:
     reward_range = (-5.0, 17.0)
 
     def questions(self) -> Sequence[dict[str, Any]]:
-        """Those to be learnt from."""
+        """The questions for training."""
         return games(0, 4096)
 
     def dialogue(self, question: Mapping[str, Any]) -> Dialogue:

@@ -25,9 +25,9 @@ def write_tasks(folder: Path, *, train: Sequence[Mapping[str, Any]], test: Seque
 
 
 def options_of(name: str, *, steps: int, rate: float, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """What every example may be told."""
+    """The options of every example."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{name}.main")
-    parser.add_argument("--model", help="a Hugging Face model; left out, a tiny one is made, which takes minutes")
+    parser.add_argument("--model", help="a Hugging Face model; without it a tiny one is made, in minutes")
     parser.add_argument("--gpu", action="store_true", help="vLLM and the trainer on the first GPU")
     parser.add_argument("--gpu-share", type=float, default=0.05, help="of its memory, for vLLM")
     parser.add_argument("--steps", type=int, default=steps)

@@ -21,7 +21,7 @@ from tuneloop.cli.options import with_progress
 #: The share of the early conversations that have slips: what comes after a slip must be known, too.
 EARLY_SLIPS = 0.3
 _IGNORED = -100
-#: Runs of the teacher of each kind; late steps between two looks at what the model does, and its runs looked at.
+#: Runs of the teacher of each kind; late steps between two evaluations, and the runs of each.
 _MOST_RUNS, _LOOK_STEPS, _MEASURED_RUNS = 4096, 20, 128
 
 
@@ -72,7 +72,7 @@ def learn(
 
 
 def lessons(task: Task, words: PreTrainedTokenizerFast, question: Any, slip: random.Random | None) -> list[Lesson]:
-    """The teacher's run as rows of tokens: a prompt that goes on where another ended is in the same row."""
+    """The teacher's run as rows of tokens: a prompt that continues another is in the same row."""
     rows: list[tuple[list[int], list[bool]]] = []
     dialogue = task.dialogue(question)
     messages = next(dialogue)

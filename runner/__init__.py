@@ -57,8 +57,7 @@ from tuneloop.runner.tuning.config import (
 from tuneloop.runner.tuning.tune import main, tune
 from tuneloop.runner.tuning.views import TuneResult
 
-#: Names before AgentScope 1.0.13.
-Algorithm, Dataset, TunerChatModel = AlgorithmConfig, DatasetConfig, TunerModelConfig
+Algorithm, Dataset, TunerChatModel = AlgorithmConfig, DatasetConfig, TunerModelConfig  # names before AgentScope 1.0.13
 
 _ELSEWHERE = dict.fromkeys(
     ("tune_prompt", "PromptTuneConfig"),

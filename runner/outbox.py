@@ -33,8 +33,7 @@ _MARK = b"\xf5\xc1TL"  # no UTF-8 text has its first two bytes
 _HEAD = struct.Struct("<4sIQI")
 _COUNTED = struct.Struct("<IQ")
 
-#: Bytes searched at once for the next valid record.
-_SEARCHED = 1 << 20
+_SEARCHED = 1 << 20  # bytes searched at once for the next valid record
 
 
 class Place(NamedTuple):
@@ -124,8 +123,7 @@ class Outbox:
         for each in (self.folder, *made):
             sync_folder(each.parent)
         self.owner = uuid.uuid4().hex[:8]
-        #: Bytes appended to all files.
-        self.written = 0
+        self.written = 0  # bytes appended to all files
         self._open: _OpenFile | None = None
         self._waiting: list[tuple[Sequence[bytes], Future[Place]]] = []
         self._changed = threading.Condition()
@@ -155,8 +153,7 @@ class Outbox:
             if self._open is not None and time.monotonic() - self._open.began >= after_s:
                 self.forget_file()
 
-    #: Waits for the writer, then closes the open file.
-    close = begin_new_file
+    close = begin_new_file  # waits for the writer, then closes the open file
 
     def forget_file(self) -> None:
         """Close the open file without waiting for a writer: a forked child must not touch its parent's file."""
@@ -250,7 +247,6 @@ class OutboxReader:
         return Record(payload, number, after)
 
     def _next_record(self, offset: int, end: int) -> int:
-        """Offset of the next valid record, or `end`."""
         while offset < end:
             data = os.pread(self._descriptor, _SEARCHED + len(_MARK) - 1, offset)
             found = data.find(_MARK)

@@ -10,8 +10,7 @@ from typing import Any
 
 Keys = tuple[str | int, ...]
 
-#: Values that cannot be expanded: their place, and the reason.
-Unexpanded = list[tuple[Keys, str]]
+Unexpanded = list[tuple[Keys, str]]  # values that cannot be expanded: their place, and the reason
 
 #: Algorithms that compare the runs of a task.
 OF_GROUPS = ("multi_step_grpo", "grpo", "dapo", "gspo", "cispo", "rloo", "dpo")
@@ -108,7 +107,6 @@ def _expand_text(
 
 
 def find(values: Mapping[str, Any], name: str) -> Any:
-    """The value of an option, or None."""
     place: Any = values
     for each in name.split("."):
         place = place.get(each) if isinstance(place, Mapping) else None
@@ -167,8 +165,7 @@ def translate(values: dict[str, Any], *, tasks: bool) -> tuple[list[str], list[t
     return reading.ignored, reading.problems
 
 
-#: Divergence estimators by Trinity's names.
-_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
+_ESTIMATORS = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}  # divergence estimators by Trinity's names
 
 #: Advantages that an algorithm implies, by Trinity's names.
 _OWN_ADVANTAGES = {"multi_step_grpo": "step_wise_grpo", "reinforce++": "reinforceplusplus"}

@@ -1,1 +1,1 @@
-"""The service that turns committed experiences into checkpoints."""
+"""The service that trains on committed experiences and publishes checkpoints."""

@@ -1,4 +1,4 @@
-"""The command `python -m tuneloop.trainer --config trainer.yaml`."""
+"""Runs the command `python -m tuneloop.trainer --config trainer.yaml`."""
 
 import argparse
 import gc
@@ -23,12 +23,11 @@ from tuneloop.trainer.stop import SignalStop, Stop
 from tuneloop.trainer.workers.launching import launch
 from tuneloop.trainer.workers.ray_workers import train_on_ray
 
-#: What Ctrl-C is answered with.
-_STOPPING = "trainer: stopping; waits for the step, or the version, that is under way\n"
+_STOPPING = "trainer: stopping after the current step or publication\n"  # printed at Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train until asked to stop; returns the exit code."""
+    """Train until a signal; the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tuneloop.trainer", description="Turn rewarded experiences into better weights."
     )
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require_file_systems(settings)
         on_ray = settings.cluster.node_num > 1 or settings.cluster.ray_address != "auto"
         if settings.trainer_workers > 1 and RENDEZVOUS_VARIABLE not in os.environ:
-            # Run the workers, which are this command again, until they have ended for good; their exit code.
+            # The launcher runs this command again as each worker, and returns their exit code.
             log_placement(settings)
             flags = [part for override in given.set for part in ("--set", override)]
             command = [sys.executable, "-P", "-m", "tuneloop.trainer", "--config", str(given.config), *flags]
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return train_on_ray(settings, stop)
         _train(settings, stop)
     except RankFailed:
-        return 1  # which the launcher reports, and the other rank why
+        return 1  # the launcher reports it; the other rank logs why
     except TuneloopError as error:
         LOG.write(f"trainer: {clean_error(error)}\n")
         return error.exit_code if isinstance(error, StartupError | StaleEpoch) else 1
@@ -80,10 +79,10 @@ def _train(settings: Settings, stop: Stop) -> None:
 
 
 def _import_training() -> tuple[Callable[[Settings, Stop], None], Callable[[Settings, Stop], None]]:
-    """What trains alone, and what does so as a worker.
+    """The functions that train alone, and as a worker.
 
-    Imported here: it takes seconds, which a mistake in the settings need not wait for; and it is an extra. A fifth of
-    them would go to the search for garbage among what lives to the end.
+    The imports take seconds, so invalid settings are reported first. They are an extra. Garbage collection would take a
+    fifth of the time, and the modules live to the end anyway.
     """
     gc.disable()
     try:
@@ -104,7 +103,7 @@ def _import_training() -> tuple[Callable[[Settings, Stop], None], Callable[[Sett
 if __name__ == "__main__":
     code = main()
     if code and RENDEZVOUS_VARIABLE in os.environ:
-        # At once: the others fail when its sockets close, and torch may take longer to go than the launcher waits.
+        # At once: its sockets' closing stops the others, and torch's shutdown may exceed the launcher's grace period.
         sys.stdout.flush()
         LOG.finish()
         os._exit(code)

@@ -1,8 +1,8 @@
-"""Fine-tuning jobs on files, as the trainer sees them: their lines become rows, epoch by epoch.
+"""Trains fine-tuning jobs on files: turns their lines into rows, epoch by epoch.
 
-In each epoch the lines are shuffled by the job's seed. They are rendered in portions, whenever less than a batch waits,
-so that memory does not depend on the file; and those of an epoch only when all rows of the one before are in a version.
-Where a trainer goes on is written with the rows: `rows_taken` counts the lines of all epochs.
+Each epoch shuffles the lines by the job's seed. Lines are rendered in portions whenever less than a batch waits, which
+bounds memory, and an epoch starts when all rows of the previous one are in a version. `rows_taken`, written with the
+rows, counts the lines of all epochs, and is where a trainer resumes.
 """
 
 import re
@@ -34,21 +34,14 @@ from tuneloop.trainer.policies import PolicyTraining
 
 _log = structlog.get_logger()
 
-#: A portion is of so many batches, of so many lines at least, and of so many bytes at most, or one line.
-_BATCHES, _LINES, _BYTES = 4, 64, 16 << 20
-
-#: So many line numbers are named in a warning.
-_NAMED = 20
-
-#: Rows of a validation file that are scored at once.
-_SCORED = 64
-
-#: So many of the newest events are searched for the last step that was reported.
-_LOOKED_THROUGH = 100
+_BATCHES, _LINES, _BYTES = 4, 64, 16 << 20  # batches per portion, its fewest lines, and its most bytes (or one line)
+_NAMED = 20  # line numbers named in a warning
+_SCORED = 64  # rows of a validation file scored at once
+_LOOKED_THROUGH = 100  # newest events searched for the last reported step
 
 
 class FileJobs:
-    """The jobs of one trainer's epoch. Raises what the ledger does."""
+    """The jobs of one trainer's epoch. Raises the ledger's errors."""
 
     def __init__(
         self, settings: Settings, ledger: Ledger, settings_of: Callable[[Policy], Settings | None], epoch: int
@@ -60,7 +53,7 @@ class FileJobs:
         self._redactor: Redactor | None = None
 
     def feed(self, waiting: Sequence[WaitingRows], now: PolicyTraining) -> bool:
-        """Let no job want for rows, and end those that are done, or stopped; whether any was changed."""
+        """Add rows for jobs that need them, and end finished or stopped jobs; whether any changed."""
         changed = False
         for each in waiting:
             chosen = self._settings_of(each.policy) if each.job else None
@@ -75,15 +68,15 @@ class FileJobs:
                 changed = True
                 continue
             try:
-                changed |= self._go_on(job, each, chosen)
+                changed |= self._advance(job, each, chosen)
             except (FileRefused, OSError) as error:
                 reason = str(error) if isinstance(error, FileRefused) else f"its file cannot be read: {error.strerror}"
                 self._fail(job, reason, code="invalid_file")
                 changed = True
         return changed
 
-    def _go_on(self, job: Job, waiting: WaitingRows, chosen: Settings) -> bool:
-        """Take more lines of a job if it needs some, or end it; whether anything was done."""
+    def _advance(self, job: Job, waiting: WaitingRows, chosen: Settings) -> bool:
+        """Add lines of a job if it needs some, or end it; whether anything changed."""
         if job.training_file not in self._indexes:
             self._indexes[job.training_file] = LineIndex.of(self._settings.job_dir / FILES / job.training_file)
         index, size = self._indexes[job.training_file], chosen.buffer.train_batch_size
@@ -111,7 +104,7 @@ class FileJobs:
         return changed
 
     def _portion(self, job: Job, index: LineIndex, chosen: Settings, *, most: int) -> FileChunk:
-        """The next lines of the epoch, rendered. What cannot be learnt is left out, and reported in the first epoch."""
+        """The next lines of the epoch, rendered. Unusable lines are skipped, and reported in the first epoch."""
         epoch, begin = divmod(job.rows_taken, index.lines)
         if self._orders.get(job.id, (-1,))[0] != epoch:
             shuffled = np.random.default_rng([job.seed % (1 << 63), epoch]).permutation(index.lines)
@@ -130,7 +123,7 @@ class FileJobs:
             for at, (each, answers) in enumerate(learnt):
                 request = {"messages": each.messages} | ({"tools": line.tools} if line.tools else {})
                 name = f"{job.training_file}:{line.number}:{job.id}:{epoch}" + (f":{at}" if at else "")
-                # Answers of one conversation become one sequence, where their prompts go on from it.
+                # A conversation's answers become one sequence if their prompts extend each other.
                 in_run = job.method == "supervised"
                 exchange = Exchange(
                     msg_id=name,
@@ -151,7 +144,7 @@ class FileJobs:
         if self._redactor:
             rows = [each._replace(exchange=self._redactor.exchange(each.exchange)) for each in rows]
         warnings = [
-            f"{len(numbers)} lines are left out, {reason}: {', '.join(map(str, sorted(numbers)[:_NAMED]))}"
+            f"{len(numbers)} lines are skipped, {reason}: {', '.join(map(str, sorted(numbers)[:_NAMED]))}"
             + (" and more" if len(numbers) > _NAMED else "")
             for reason, numbers in left_out.items()
             if epoch == 0
@@ -191,14 +184,13 @@ class FileJobs:
         self._noted.pop(job.id, None)
 
     def note_start(self, now: PolicyTraining) -> None:
-        """Tell the loss on the validation file before the first step."""
+        """Report the validation loss before the first step."""
         if now.job is not None and not now.learner.steps and self._last_noted(now.job) < 0:
             if (loss := self._validation_loss(now.job, now)) is not None:
                 self._note(now.job, f"Before the first step: full validation loss={loss:.4g}", 0, full_valid_loss=loss)
             self._noted[now.job.id] = 0
 
     def note_step(self, now: PolicyTraining) -> None:
-        """Report a step, unless a trainer that was killed has reported it."""
         job, step, learnt = now.job, now.learner.steps, now.learnt
         if job is None or step <= self._last_noted(job):
             return
@@ -210,34 +202,33 @@ class FileJobs:
         self._noted[job.id] = step
 
     def note_version(self, now: PolicyTraining) -> None:
-        """Tell of a version, with the loss on the validation file."""
         if (job := now.job) is None:
             return
-        said = f"Checkpoint created at step {now.learner.steps}: version {now.steps.parent}"
+        message = f"Checkpoint created at step {now.learner.steps}: version {now.steps.parent}"
         if (loss := self._validation_loss(job, now)) is None:
-            self._ledger.jobs.note(job.id, said)
+            self._ledger.jobs.note(job.id, message)
         else:
-            self._note(job, f"{said}, full validation loss={loss:.4g}", now.learner.steps, full_valid_loss=loss)
+            self._note(job, f"{message}, full validation loss={loss:.4g}", now.learner.steps, full_valid_loss=loss)
 
     def _note(self, job: Job, message: str, step: int, **figures: float) -> None:
         self._ledger.jobs.note(job.id, message, data={"step": step} | figures)
 
     def _last_noted(self, job: Job) -> int:
-        """The last step that was reported; -1 before the first."""
+        """The last reported step; -1 before the first."""
         if job.id not in self._noted:
-            told = self._ledger.jobs.events(job.id, limit=_LOOKED_THROUGH)
+            events = self._ledger.jobs.events(job.id, limit=_LOOKED_THROUGH)
             steps = (
-                each.data["step"] for each in told if each.data and each.data.keys() != {"step", "full_valid_loss"}
+                each.data["step"] for each in events if each.data and each.data.keys() != {"step", "full_valid_loss"}
             )
-            self._noted[job.id] = max(steps, default=0 if any(each.data for each in told) else -1)
+            self._noted[job.id] = max(steps, default=0 if any(each.data for each in events) else -1)
         return self._noted[job.id]
 
     def _validation_loss(self, job: Job, now: PolicyTraining) -> float | None:
-        """The loss on the validation file, by the method; None without one, or where it is unknown."""
+        """The method's loss on the validation file; None without one, or if unreadable."""
         if job.validation_file is None:
             return None
 
-        def rows() -> Iterator[Sample]:  # Pairs stand side by side.
+        def rows() -> Iterator[Sample]:  # pairs are adjacent
             numbers, file = count(), self._settings.job_dir / FILES / str(job.validation_file)
             for line in read_lines(file, job.method):
                 for learnt in learnt_of(line):
@@ -253,7 +244,7 @@ class FileJobs:
                 loss, learnt = held_out_loss(now.learner, some)
                 total, weight = total + loss * learnt, weight + learnt
         except (FileRefused, OSError, torch.OutOfMemoryError) as error:
-            _log.warning("validation_loss_not_told", job=job.id, reason=str(error))
+            _log.warning("validation_loss_failed", job=job.id, reason=str(error))
             return None
         return total / weight if weight else None
 

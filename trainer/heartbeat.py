@@ -1,6 +1,6 @@
-"""Says that the trainer lives while it is busy: during a long step, a publication, a wait. And whether it moves.
+"""Extends the epoch's leases during long steps, publications and waits, and detects work that stands still.
 
-Without it the epoch would look dead, and its leases run out, just when most work hangs on them.
+Without it a busy trainer's leases would expire.
 """
 
 import sys
@@ -19,44 +19,42 @@ from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import STILL_S, Code
 from tuneloop.trainer.stop import Stop
 
-#: Often enough for `tuneloop.shared.ledger.facts.TRAINER_SEEN_S`, and for many beats to fail before a lease runs out.
+#: Within `tuneloop.shared.ledger.facts.TRAINER_SEEN_S`, with room for many failed beats before a lease expires.
 BEAT_S = 10.0
 
-#: A beat that hangs on a database that is away must not keep a trainer from stopping; it could do no harm any more.
-_PATIENCE_S = 5.0
+_PATIENCE_S = 5.0  # longest wait for a beat at exit, which a missing database may block
 
 _CURE = (
-    "a disk, a database, a teacher or a worker that does not answer holds it there. Mend that, or kill the trainer and"
-    " start it again: nothing is lost"
+    "a disk, a database, a teacher or a worker does not answer. Repair it, or kill the trainer and"
+    " restart it: nothing is lost"
 )
 
 _log = structlog.get_logger()
 
 
 class WorkWatch:
-    """Sees whether the work moves: what runs behind the thread that makes the watch, or else that thread.
+    """Detects progress of the threads that work, or otherwise of the thread that creates the watch.
 
-    A thread that computes spends processor time, and one that waits for something to come looks for it now and then,
-    which the kernel counts as a switch. One that is held by a disk, a pipe or another process does neither.
+    A computing thread uses processor time, and one that polls has context switches. A thread blocked on a disk, a pipe
+    or another process has neither.
     """
 
     def __init__(self) -> None:
         self._thread = threading.current_thread()
         self._seen: list[str] = []
         self._moved_at = time.monotonic()
-        #: The function of ours that is under way.
-        self.place = ""
+        self.place = ""  # our function that is running
 
     def look(self) -> float:
-        """For how many seconds nothing has moved."""
+        """Seconds without progress."""
         known = (self._thread, threading.main_thread())
         behind = [each for each in threading.enumerate() if not each.daemon and each not in known]
-        # A thread of a pool that has nothing to do is in no function of ours.
+        # An idle pool thread is in no function of ours.
         working = [each for each in behind if place_of(each)] or [self._thread]
         self.place, seen = place_of(working[0]), []
         for thread in working:
             folder = Path(f"/proc/self/task/{thread.native_id}")
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the thread has ended
                 seen += [line for line in (folder / "status").read_text().splitlines() if "ctxt_switches" in line]
                 seen += (folder / "stat").read_text().rpartition(")")[2].split()[11:13]
         if seen != self._seen:
@@ -65,7 +63,7 @@ class WorkWatch:
 
 
 def place_of(thread: threading.Thread) -> str:
-    """The function of ours that a thread is in; empty where it is in none."""
+    """The function of ours that a thread runs, or ""."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("tuneloop."):
         frame = frame.f_back
@@ -73,17 +71,16 @@ def place_of(thread: threading.Thread) -> str:
 
 
 class Heartbeat:
-    """A thread that extends the epoch's leases until the block ends, and keeps the alarm about work that stands still.
+    """Extends the epoch's leases in a thread until the block ends, and raises an alarm for work that stands still.
 
-    If a newer trainer has taken over, it stops the loop, and `overtaken` names that trainer. To be made by the thread
-    that trains.
+    If a newer trainer has taken over, stops the loop and sets `overtaken`. Create it in the training thread.
     """
 
     def __init__(self, ledger: Ledger, epoch: int, stop: Stop, *, interval_s: float = BEAT_S) -> None:
         self._training, self._alarms, self._epoch, self._stop = ledger.training, ledger.alarms, epoch, stop
         self._interval_s = interval_s
         self._silent = False
-        self._work, self._is_raised = WorkWatch(), True  # an earlier trainer's alarm may be open
+        self._work, self._is_raised = WorkWatch(), True  # an earlier trainer may have raised the alarm
         self._done = threading.Event()
         self.overtaken: StaleEpoch | None = None
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -99,7 +96,7 @@ class Heartbeat:
         self._thread.join(_PATIENCE_S)
 
     def beat(self) -> None:
-        """Say once that the trainer lives, and whether it moves, as far as the database listens."""
+        """Extend the leases once, and check progress; without a database, only log."""
         try:
             self._training.extend(self._epoch)
             if (still_s := self._work.look()) < STILL_S:
@@ -116,7 +113,7 @@ class Heartbeat:
             self.overtaken = error
             self._done.set()
             self._stop.set()
-        except LedgerError as error:  # the next may succeed; what is wrong for good, the loop's own verbs report
+        except LedgerError as error:  # the next may succeed; the loop reports lasting errors
             if not self._silent:
                 _log.warning("lease_not_extended", reason=str(error))
             self._silent = True

@@ -1,7 +1,4 @@
-"""The learner: batches in, better weights out. Knows no database and no files.
-
-Dimension suffixes are explained in trainer/batches/batch.py.
-"""
+"""Updates weights from batches, without database and files."""
 
 import math
 import time
@@ -51,21 +48,19 @@ from tuneloop.trainer.parallel import ALONE, GatherOrder, Ranks, SequenceGroup, 
 from tuneloop.trainer.teacher.teacher import Teacher
 from tuneloop.trainer.transfer import hand_over
 
-#: A pass of a model over a micro-batch, which the ranks of a group make together.
+#: A model's pass over a micro-batch, made together by the ranks of a group.
 _Pass = Callable[[Batch, SequenceGroup | None], Tensor]
 
 
 class Learner:
-    """Actor, critic and reference, their optimizers, and the random numbers that shuffle mini-batches.
+    """Actor, critic and reference with their optimizers, and the generator that shuffles mini-batches.
 
-    `steps` counts batches learnt from. The reference is the base model, unless another takes its place; it and the
-    critic are None if the algorithm does not look at them. `mixed` is a file whose rows are learnt beside each batch.
-    `teacher` is set by who has one, before the first step of an algorithm that asks for it.
-    `baselines` is what the algorithm remembers from step to step. Of copies that a GPU is `copying` the next update
-    waits for the end. `spoilt` is true once a step failed after some of its updates: the weights from before it are not
-    here, and it must be loaded again.
-
-    Of several `ranks` each has one, and a step is made by all together: rank 0's leads the others."""
+    `steps` counts trained batches. The reference is the base model unless replaced; it and the critic are None if the
+    algorithm needs none. `mixed` is a file whose rows are trained beside each batch. `teacher` must be set before the
+    first step of an algorithm that needs one. `baselines` are the algorithm's moments. The next update waits for copies
+    that a GPU is `copying`. `spoilt`: a step failed after some updates, so the learner must be loaded again. Each of
+    several `ranks` has a learner; rank 0's leads the steps of all.
+    """
 
     def __init__(
         self, settings: Settings, *, actor: Actor, critic: Critic | None, reference: Actor | None, ranks: Ranks = ALONE
@@ -86,7 +81,7 @@ class Learner:
         self._algorithm = settings.algorithm
         self._page = ALGORITHMS[settings.algorithm.algorithm_type]
         self._asks = self._page.asks(settings.algorithm)
-        #: Tokens that go through the model at once, and what says how many when memory runs out within a step.
+        #: Tokens per pass, and a function that reduces them when memory runs out within a step.
         self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
         self.before_pass: Callable[[], None] = go_ahead
@@ -95,10 +90,10 @@ class Learner:
         self._most_tokens, self._device = settings.model.max_response_tokens, actor.network.device
 
     def step(self, samples: Sequence[Sample], *, version: int | None = None) -> Metrics:
-        """Learn from a batch: epochs x mini-batches updates. `version` is the one that the actor is, if it is any.
+        """Train on a batch, epochs x mini-batches updates. `version` is the actor's, if any.
 
-        Raises NotFinite, torch.OutOfMemoryError, or what the teacher raises, and then nothing has changed, unless the
-        learner is `spoilt`. What is not finite in the batch itself is found before the first update.
+        Raises NotFinite, torch.OutOfMemoryError, and the teacher's errors, without any change unless `spoilt`. Values
+        that are not finite in the batch are found before the first update.
         """
         started = time.perf_counter()
         halves, again = self.smaller is not None, is_checkpointing(self.actor.network)
@@ -127,7 +122,7 @@ class Learner:
         return metrics | measured | speed | {"perf/useful_tokens": read["useful"] / read["processed"]}
 
     def tensors(self) -> Iterator[Tensor]:
-        """What it alone learns and remembers, where it lies; not the base model below adapters."""
+        """The tensors of this learner alone, without a base model below adapters."""
         for model in (self.actor.network, self.critic):
             if model is not None:
                 yield from (each for each in model.parameters() if each.requires_grad)
@@ -135,15 +130,15 @@ class Learner:
             yield from optimizer.tensors()
 
     def forward_backward(self, batch: Batch, targets: Targets) -> Metrics:
-        """Add the gradients of one mini-batch to the masters'. It does not matter how it is cut into micro-batches."""
+        """Add a mini-batch's gradients to the masters', whatever its micro-batches."""
         with self.ranks.agree():
-            # This rank's share of `forward_backward`, returned by one of those that share rows.
+            # This rank's share; one of the ranks that share rows returns it.
             totals = targets.totals
             sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self._device))
             for index_B, counts in self._micro_batches(batch, targets.units_B, self.ranks):
                 self.before_pass()
                 part = batch.rows(index_B)
-                if not counts:  # What `_backward` asks of the other ranks, without a gradient.
+                if not counts:  # the same communication as `_backward`, without a gradient
                     if self.critic is not None and self._page.critic_loss is not None:
                         torch.autograd.backward(self.critic.values(part, self.ranks.sequence).sum() * 0)
                     torch.autograd.backward(self.actor.score(part, self.ranks.sequence)[0].sum() * 0)
@@ -157,7 +152,7 @@ class Learner:
         return self.ranks.add_up_numbers(metrics)
 
     def optim_step(self) -> Metrics:
-        """Update the weights with the gradients. Raises NotFinite before it touches any, EnvironmentRefused after."""
+        """Update the weights. Raises NotFinite before any change, EnvironmentRefused after."""
         norms = {name: optimizer.gradient_norm() for name, optimizer in self.optimizers.items()}
         _must_be_finite({f"the {name}'s gradient norm": norm for name, norm in norms.items()})
         metrics = {f"{name}/grad_norm": norm for name, norm in norms.items()}
@@ -168,18 +163,18 @@ class Learner:
             try:
                 optimizer.update(norm=norms[name], max_norm=self._algorithm.max_grad_norm)
             except torch.OutOfMemoryError as error:
-                # Other weights, here or on other ranks, have been updated, and cannot be again.
-                raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's memory: {error}") from None
+                # Other weights, here or on other ranks, may be updated already.
+                raise EnvironmentRefused(f"model.model_path: a GPU has no room for AdamW's state: {error}") from None
         return metrics
 
     def logprobs(self, ids: Sequence[int]) -> list[float]:
-        """The actor's log-probability of each id but the first after those before it, at temperature 1."""
+        """The actor's log-probability of each id but the first, at temperature 1."""
         with self.reading_alone(self.actor):
             return [float(value) for value in self.actor.logprobs(all_but_first(ids))[0].cpu()]
 
     @torch.no_grad()
     def distance(self, other: Actor, samples: Sequence[Sample]) -> float:
-        """The mean over the samples' tokens of KL(actor || other), in nats, by `kl_estimator`: this rank's own."""
+        """This rank's mean over tokens of KL(actor || other) in nats, by `kl_estimator`."""
         batch = _collate(assemble(samples, merge=False), tempered=self._asks.tempered)
         with self.reading_alone(self.actor, other):
             here_BR, there_BR = (self._over(batch, each.logprobs, ALONE) for each in (self.actor, other))
@@ -193,13 +188,13 @@ class Learner:
             for place, index_B in enumerate(parts):
                 mini, rows = batch.rows(index_B), beside[place :: self._algorithm.mini_batches]
                 updates.append(self._update(mini, targets.rows(index_B, mini.mask_BR), rows))
-        # Their means; but only the first update meets the weights as they were before the step.
+        # Means over updates; but only the first update sees the weights from before the step.
         first = {name: value for name, value in updates[0].items() if name.startswith("mismatch_kl/")}
         names = updates[0].keys() - first.keys()
         return first | {name: sum(each[name] for each in updates) / len(updates) for name in names}
 
     def imitate(self, rows: Sequence[Sample]) -> Metrics:
-        """Add the gradients of what is imitated to the masters', by the share that they have."""
+        """Add the gradients of mixed rows to the masters', weighted by their share."""
         batch, share = _collate(assemble(rows, merge=False), tempered=False), self.mixed.share if self.mixed else 0.0
         targets, loss = Targets(mask_BR=batch.mask_BR, sampled_BR=batch.sampled_BR), 0.0
         with self.ranks.agree():
@@ -207,8 +202,8 @@ class Learner:
                 self.before_pass()
                 part = batch.rows(index_B)
                 goals = targets.rows(index_B, hand_over(part.mask_BR, self._device))
-                said = self.actor.score(part, self.ranks.sequence)
-                of_part = sft.actor_loss(self._algorithm, goals, *said, targets.totals)
+                scores = self.actor.score(part, self.ranks.sequence)
+                of_part = sft.actor_loss(self._algorithm, goals, *scores, targets.totals)
                 torch.autograd.backward(of_part.value * (share if counts else 0.0))
                 loss += float(of_part.value.detach()) if counts and self.ranks.reports else 0.0
         for optimizer in self.optimizers.values():
@@ -216,7 +211,7 @@ class Learner:
         return self.ranks.add_up_numbers({"actor/mix_loss": loss})
 
     def _update(self, batch: Batch, targets: Targets, beside: Sequence[Sample] = ()) -> Metrics:
-        """One update, in which rows `beside` are imitated. Gradients without room are made again, in pieces."""
+        """One update with the mixed rows `beside`. Out of memory, it is repeated with smaller micro-batches."""
         while True:
             try:
                 metrics = self.forward_backward(batch, targets)
@@ -247,7 +242,7 @@ class Learner:
     def _targets(
         self, sequences: Sequence[TokenSequence], batch: Batch, version: int | None = None
     ) -> tuple[Targets, Metrics]:
-        """The constants of the step, and what can be said of them."""
+        """The constants of the step, and their metrics."""
         targets = Targets(mask_BR=batch.mask_BR, sampled_BR=batch.sampled_BR)
         metrics: Metrics = {}
         if self.critic is not None:
@@ -262,8 +257,7 @@ class Learner:
             targets = replace(targets, start_BR=start_BR, weights_BR=weights_BR)
             metrics.update(weighed)
         if self._asks.teacher:
-            said_BR = _teacher_logprobs(self, sequences, batch)
-            targets = replace(targets, teacher_BR=said_BR)
+            targets = replace(targets, teacher_BR=_teacher_logprobs(self, sequences, batch))
         if self._asks.mismatched:
             targets = replace(targets, divergence=_divergence(self, sequences))
         fresh = [
@@ -278,7 +272,7 @@ class Learner:
         return targets, metrics | _of_targets(targets)
 
     def _over(self, batch: Batch, each: _Pass, ranks: Ranks) -> Tensor:
-        """What `each` says of the batch, of which a rank reads its micro-batches."""
+        """The result of `each` on the batch; each rank computes its micro-batches."""
 
         def score(index_B: Tensor) -> Tensor:
             self.before_pass()
@@ -286,7 +280,7 @@ class Learner:
 
         all_BR, cut = torch.zeros_like(batch.sampled_BR), self._micro_batches(batch, None, ranks)
         with ranks.agree():
-            parts = [score(index_B) for index_B, _ in cut]  # a GPU is given all before any is waited for
+            parts = [score(index_B) for index_B, _ in cut]  # queue all on the GPU before waiting
             for (index_B, counts), part_BR in zip(cut, parts, strict=True) if ranks.reports else ():
                 if counts:
                     all_BR[index_B, : part_BR.shape[1]] = part_BR.cpu()
@@ -294,7 +288,7 @@ class Learner:
         return all_BR
 
     def _micro_batches(self, batch: Batch, units_B: Tensor | None, ranks: Ranks) -> list[tuple[Tensor, bool]]:
-        """This rank's micro-batches, and whether each counts: those that share weights make as many passes each."""
+        """This rank's micro-batches, and whether each counts: ranks that share weights make equal numbers of passes."""
         models = (self.actor, self.critic, self.reference)
         padded = not all(model.is_packed for model in models if model is not None)
 
@@ -310,25 +304,25 @@ class Learner:
 
     @contextmanager
     def reading_alone(self, *actors: Actor) -> Iterator[None]:
-        """Within, rank 0 can call these actors alone, without a gradient, whatever the others have of them."""
+        """In the block, rank 0 may call these actors alone, without gradient."""
         with ExitStack() as gathering:
             for actor in {id(each): each for each in actors}.values():
                 if self.ranks.is_sharded and actor in (self.actor, self.reference):
                     self.ranks.lead(GatherOrder(reference=actor is self.reference))
                     try:
                         gathering.enter_context(gathered_on_rank_0(actor.network))
-                    except torch.OutOfMemoryError as error:  # The others wait.
-                        raise RankOutOfMemory(f"no room for the whole model between steps: {error}") from None
+                    except torch.OutOfMemoryError as error:  # the other ranks wait
+                        raise RankOutOfMemory(f"no memory for the whole model between steps: {error}") from None
             yield
 
 
 def go_ahead() -> None:
-    """What is called before each pass of a micro-batch through a model, where nothing is waited for."""
+    """The default callback: does nothing."""
 
 
 @torch.no_grad()
 def recompute(learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
-    """The log-probabilities of the replies as `actor` samples them, each at its temperature; on this rank."""
+    """Log-probabilities of the replies by `actor`, at their temperatures, on this rank."""
     batch = _collate(assemble(samples, merge=False), tempered=True)
     with learner.reading_alone(actor):
         all_BR = learner._over(batch, actor.logprobs, ALONE)
@@ -337,7 +331,7 @@ def recompute(learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list
 
 @torch.no_grad()
 def held_out_loss(learner: Learner, samples: Sequence[Sample]) -> tuple[float, int]:
-    """On this rank, the method's loss over these samples, and how many tokens or pairs it is the mean of."""
+    """The method's loss on these samples on this rank, and its number of tokens or pairs."""
     sequences = assemble(samples, merge=not learner._asks.by_reply)
     batch, baselines = _collate(sequences, tempered=learner._asks.tempered), learner.baselines
     targets, _ = learner._targets(sequences, batch)
@@ -346,8 +340,8 @@ def held_out_loss(learner: Learner, samples: Sequence[Sample]) -> tuple[float, i
         learner.before_pass()
         part = batch.rows(index_B)
         goals = targets.rows(index_B, hand_over(part.mask_BR, learner._device))
-        said = learner.actor.score(part)
-        loss += float(learner._page.actor_loss(learner._algorithm, goals, *said, targets.totals).value)
+        scores = learner.actor.score(part)
+        loss += float(learner._page.actor_loss(learner._algorithm, goals, *scores, targets.totals).value)
     return loss, targets.totals.units if learner._asks.pairs else targets.totals.tokens
 
 
@@ -357,19 +351,19 @@ def _collate(sequences: Sequence[TokenSequence], *, tempered: bool) -> Batch:
 
 
 def _teacher_logprobs(learner: Learner, sequences: Sequence[TokenSequence], batch: Batch) -> Tensor:
-    """What the teacher says, which rank 0 alone has."""
-    said_BR, ranks = torch.zeros_like(batch.sampled_BR), learner.ranks
+    """The teacher's log-probabilities, from rank 0."""
+    found_BR, ranks = torch.zeros_like(batch.sampled_BR), learner.ranks
     with ranks.agree():
         try:
             if ranks.rank == 0:
-                said_BR = require(learner.teacher).score(sequences, tokens=learner.micro_batch_tokens)
+                found_BR = require(learner.teacher).score(sequences, tokens=learner.micro_batch_tokens)
         finally:
             ranks.wait_for_rank_0()
-    return ranks.from_rank_0(said_BR)
+    return ranks.from_rank_0(found_BR)
 
 
 def _divergence(learner: Learner, sequences: Sequence[TokenSequence]) -> Tensor:
-    """The mean of log(actor / reference) of replies to the prompts of others; 0 if there is but one, or none fits."""
+    """The mean of log(actor / reference) on replies to other prompts; 0 if there are none."""
     strangers = mismatch_replies([sequence.calls[0] for sequence in sequences], longest=learner._longest)
     if not strangers:
         return torch.zeros(())
@@ -389,9 +383,9 @@ def _updates_made(optimizers: Mapping[str, MasterAdamW]) -> int:
 
 
 def _constants(targets: Targets, *, sampled: bool) -> Metrics:
-    """Of each constant of the step, a number that is finite if all are.
+    """For each constant of the step, a number that is finite if all values are.
 
-    A teacher may rule a token out (-inf), and what no method looks at may be anything: `sampled` is whether it does.
+    A teacher may return -inf, and `sampled` log-probabilities are only checked if the method uses them.
     """
     left_out = {"teacher_BR"} if sampled else {"teacher_BR", "sampled_BR"}
     names = [each.name for each in fields(targets) if each.name.endswith("_BR") and each.name not in left_out]

@@ -1,8 +1,8 @@
-"""The trainer's loop: lease a batch, learn from it, publish what was learnt; for ever.
+"""Runs the trainer's loop: leases a batch, trains on it, publishes the result.
 
-What the ledger says is the truth. Whenever this process is in doubt about it (it has just started, the database was
-away, the newest version was rejected), it gives its leases back and goes on from the newest registered version: the
-rows that came after are leased again, in the same order, and the same steps follow.
+The ledger is authoritative. After a start, an outage of the database or a rejected version, the process returns its
+leases and resumes from the newest registered version: later rows are leased again in the same order, and the same steps
+follow.
 """
 
 import os
@@ -54,16 +54,15 @@ from tuneloop.trainer.stop import Stop
 _log = structlog.get_logger()
 
 _AGAIN_S = 3.0
-#: How often it is looked whether rows were committed.
-_NOTICE_S = 0.1
+_NOTICE_S = 0.1  # seconds between two checks for commits
 
 
 def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
-    """Train, as rank 0, until `stop` is set, or `trainer.total_steps` are done. Raises StaleEpoch if overtaken."""
+    """Train as rank 0 until `stop` is set or `trainer.total_steps` are done. Raises StaleEpoch if overtaken."""
     device_of(settings)
     require_folders(settings)
     settings = fit_to_memory(settings)
-    tasks_of(settings.monitor.evaluation)  # A file that is refused is so before the database is waited for.
+    tasks_of(settings.monitor.evaluation)  # refuses an invalid file before waiting for the database
     if nothing := find_ignored_feedback(settings):
         _log.warning("feedback_not_counted", sentence=nothing)
     if missing := find_missing_library(settings):
@@ -76,7 +75,7 @@ def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     ledger = Ledger.of(settings)
     try:
-        if _opened(settings, ledger, stop):
+        if _open_ledger(settings, ledger, stop):
             tracing = open_tracing(settings, "trainer")
             if tracing is None:
                 return TrainingLoop(settings, ledger, stop, ranks=ranks).run()
@@ -86,8 +85,8 @@ def run(settings: Settings, stop: Stop, ranks: Ranks = ALONE) -> None:
         ledger.close()
 
 
-def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
-    """Bring the database up to date, waiting for it unless this is a first start; False if asked to stop first."""
+def _open_ledger(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
+    """Upgrade the database, waiting for it except at a first start; False if stopped meanwhile."""
     require_restored(settings.job_dir)
     trained_before = (settings.tensorboard_dir / RUN).exists()
     while not stop.is_set():
@@ -110,9 +109,9 @@ def _opened(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
 
 
 class TrainingLoop:
-    """One trainer's life under one epoch. `_now` is the policy that trains, the last of those in memory.
+    """One trainer under one epoch. `_now` is the current policy, the last of those in memory.
 
-    No other has rows or unpublished steps: training goes over to another policy between two versions.
+    Only the current policy has rows or unpublished steps: policies change between two versions.
     """
 
     def __init__(
@@ -159,11 +158,11 @@ class TrainingLoop:
                 try:
                     if self._is_complete():
                         break
-                    self._turn()
+                    self._iterate()
                 except LedgerUnavailable as error:
                     self._wait_for_the_database(error)
             if not heartbeat.overtaken:
-                self._publish_the_last()
+                self._publish_at_stop()
             for each in self._policies.all():
                 exact = not (heartbeat.overtaken or each.steps.count or each.learner.spoilt)
                 self._publisher.states.finish(each.learner if exact else None, each.steps.parent, each.curves)
@@ -181,14 +180,14 @@ class TrainingLoop:
         return FileJobs(self._settings, self._ledger, self._policies.settings_of, self._epoch)
 
     def _is_complete(self) -> bool:
-        """Whether all policies but those that are paused have made their steps, and all are in versions."""
+        """Whether all active policies have made their steps, and all steps are in versions."""
         now = self._now
         if not now.steps.are_complete(now.learner) and (now.steps.count or now.policy.state is PolicyState.ACTIVE):
             return False
         active = [each.policy for each in self._ledger.training.waiting(0) if each.policy.state is PolicyState.ACTIVE]
         return bool(active) and not any(map(self._policies.has_steps_left, active))
 
-    def _turn(self) -> None:
+    def _iterate(self) -> None:
         self._committed = committed_stamp(self._settings.job_dir)
         if self._away or self._now.learner.spoilt:
             self._settle()
@@ -207,19 +206,19 @@ class TrainingLoop:
                 self._settle()
         others = [each for each in ready if each.policy.id != now.policy.id]
         if now.is_stopped:
-            return None if self._go_over(others) else self._pause()
-        if now.steps.are_due(now.learner):  # Another was not done, or it did not fit.
+            return None if self._switch_policy(others) else self._pause()
+        if now.steps.are_due(now.learner):  # an earlier publication was running, or the disk was full
             return self._publish()
         if others and begun == now.steps.count > 0:
             return self._publisher.wait(self._settings.trainer.poll_interval)
-        if others and not (now.steps.count or now.rows.ahead) and self._go_over(ready):
+        if others and not (now.steps.count or now.rows.ahead) and self._switch_policy(ready):
             return None
         enough = not self._policies.may_learn(now.policy) or now.steps.wait_for_room
         batch = None if enough else now.rows.next_batch(now.learner, version=now.steps.exact_version)
         if batch is not None:
             self._learn(batch)
         elif now.steps.count and not begun and (others or now.job or now.policy.state is not PolicyState.ACTIVE):
-            self._publish()  # Fewer steps than a version has otherwise: another policy waits, or an epoch is over.
+            self._publish()  # early: another policy waits, or an epoch is over
         else:
             self._idle()
 
@@ -235,7 +234,7 @@ class TrainingLoop:
             self._publish()
 
     def _find_ready(self) -> list[WaitingRows]:
-        """The policies that have a batch waiting; none where there is but one policy. A deleted one is left."""
+        """Policies with a waiting batch; none if there is one policy. Releases deleted ones."""
         found = self._ledger.training.waiting(self._policies.largest_batch)
         if any(each.job for each in found) and self._file_jobs.feed(found, self._now):
             found = self._ledger.training.waiting(self._policies.largest_batch)
@@ -257,8 +256,8 @@ class TrainingLoop:
                 ready.append(each)
         return ready
 
-    def _go_over(self, ready: Collection[WaitingRows]) -> bool:
-        """Train the policy whose turn it is, if it is another one; of several the first that there is a batch of."""
+    def _switch_policy(self, ready: Collection[WaitingRows]) -> bool:
+        """Switch to the next policy with a batch, if it is another one."""
         by_number = {each.policy.id: each.policy for each in ready}
         for number in self._order.order(ready):
             if number == self._now.policy.id:
@@ -286,16 +285,16 @@ class TrainingLoop:
         if not self._publisher.steps_begun:
             if not now.steps.count:
                 now.gate.evaluate(now.learner, now.steps.parent)
-            # An engine that starts counts what others take of its GPU as its own. Rows come of one that runs.
+            # A starting engine counts others' use of its GPU as its own. Rows come from a running one.
             begun = self._committed != now.committed_before or not shares_gpu(self._settings)
             if now.is_cold and begun:
                 now.is_cold = False
-                return now.micro_batch.rehearse(now.learner)
+                return now.micro_batch.warm_up(now.learner)
             return self._pause()
         self._publisher.wait(self._settings.trainer.poll_interval)
 
     def _pause(self) -> None:
-        """Look again a little later, or when rows are committed."""
+        """Sleep for the poll interval, or until rows are committed."""
         ends = time.monotonic() + self._settings.trainer.poll_interval
         while (left := ends - time.monotonic()) > 0 and not self._stop.wait(min(_NOTICE_S, left)):
             if committed_stamp(self._settings.job_dir) != self._committed:
@@ -308,7 +307,7 @@ class TrainingLoop:
         self._pause()
 
     def _settle(self) -> None:
-        """Do what a restart would: give everything back, and go on from the policy's newest registered version."""
+        """Return everything as a restart would, and resume from the policy's newest registered version."""
         now = self._now
         now.steps.wait_for_publication(now.learner, now.curves)
         now.rows.release()
@@ -320,7 +319,7 @@ class TrainingLoop:
             _log.info("database_back", version=self._now.steps.parent, step=self._now.learner.steps)
 
     def _publish(self) -> None:
-        """Publish all steps; where that is done behind the next ones, begin to."""
+        """Publish all steps, or start to if that runs behind the next ones."""
         self._now.begin_publication()
         self._end_publication()
         self._now.note_published()
@@ -334,7 +333,7 @@ class TrainingLoop:
         except ParentEnded:
             now.rejections.note(now.steps.parent)
             return self._settle()
-        except LeaseLost as error:  # The person of a row was erased: no version may be made of it.
+        except LeaseLost as error:  # a person was erased: no version may use the rows
             _log.warning("leases_lost", reason=str(error))
             return self._settle()
         if not published:
@@ -346,8 +345,8 @@ class TrainingLoop:
         if not now.steps.count:
             now.gate.evaluate(now.learner, now.steps.parent)
 
-    def _publish_the_last(self) -> None:
-        """Before a stop: end what has begun, and publish the steps that waited for it."""
+    def _publish_at_stop(self) -> None:
+        """Finish the current publication at a stop, and publish the steps after it."""
         now = self._now
         try:
             self._publisher.wait()
@@ -365,5 +364,5 @@ def _end_epoch_at_exit(ledger: Ledger, epoch: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(LedgerUnavailable):  # The next trainer's epoch ends it too.
+        with suppress(LedgerUnavailable):  # the next trainer's epoch ends it too
             ledger.training.end(epoch)

@@ -1,8 +1,6 @@
-"""How many tokens go through the model at once: as many as the settings say, or the GPU's memory holds by computation
-or by trial.
+"""Sets the number of tokens per pass, by the settings or by the GPU's memory, computed or found by trial.
 
-{job_dir}/micro_batch.json    the size that was come down to, the setting that it was come down from, and whether
-                              activations are made again
+{job_dir}/micro_batch.json    the reduced number, the setting that it was reduced from, and activation checkpointing
 """
 
 import os
@@ -34,18 +32,15 @@ from tuneloop.trainer.stop import Stop
 _log = structlog.get_logger()
 
 _FILE = "micro_batch.json"
-#: Below so many tokens most micro-batches are single replies, and halving changes nothing.
-_LEAST = 128
-
-#: So many rows are dropped one after the other; then the cause is another.
-_MOST_GIVEN_UP = 3
+_LEAST = 128  # below so many tokens, halving changes nothing: most micro-batches are single replies
+_MOST_DROPPED = 3  # rows dropped in a row; after these, memory runs out for another reason
 
 _CURE = "lower explorer.rollout_model.gpu_memory_utilization if an engine shares it, or choose a smaller model"
 _NO_ROOM = "a GPU's memory has no room for it, a row of {} tokens, even alone"
 
 
 class _Memory(msgspec.Struct, frozen=True):
-    """What the file holds. It counts as long as the setting is what it was."""
+    """The file's content, valid while the setting is unchanged."""
 
     setting: int
     tokens: int
@@ -53,7 +48,7 @@ class _Memory(msgspec.Struct, frozen=True):
 
 
 def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | None = None) -> Settings:
-    """The settings, with what they leave open chosen for a GPU's `free` of `total` bytes. Raises EnvironmentRefused."""
+    """The settings with open choices made for a GPU's `free` of `total` bytes. Raises EnvironmentRefused."""
     device = device_of(settings)
     if free is None or total is None:
         if device.type != "cuda" or settings.trainer.micro_batch_tokens is not None:
@@ -83,14 +78,11 @@ def fit_to_memory(settings: Settings, *, free: int | None = None, total: int | N
     return chosen
 
 
-#: A mark that has not been touched for so long says that no request is being answered: three touches may be late.
-QUIET_S = 3 * TRAFFIC_S
+QUIET_S = 3 * TRAFFIC_S  # without a touch of the mark for so long there is no traffic: three touches may be late
 _TRAFFIC_LOOK_S = 0.05
 
 
 class TrafficYield:
-    """To be called before each pass through a model, if `trainer.yield_to_traffic`. No two clocks are compared."""
-
     def __init__(self, settings: Settings, stop: Stop) -> None:
         self._job_dir, self._stop = settings.job_dir, stop
         self._on_gpu = device_of(settings).type == "cuda"
@@ -99,9 +91,9 @@ class TrafficYield:
         self._seconds = 0.0
 
     def __call__(self) -> None:
-        """Wait until there has been no traffic for `QUIET_S`, or until asked to stop."""
+        """Wait until there was no traffic for `QUIET_S`, or until a stop."""
         if self._on_gpu:
-            torch.cuda.synchronize()  # Else passes that were begun long ago would go on while this one waits.
+            torch.cuda.synchronize()  # queued passes would run during the wait
         began = time.monotonic()
         while not self._stop.is_set():
             if (stamp := traffic_stamp(self._job_dir)) != self._stamp:
@@ -112,7 +104,6 @@ class TrafficYield:
         self._seconds += time.monotonic() - began
 
     def take_seconds(self) -> float:
-        """The seconds waited since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -122,12 +113,12 @@ class _TrialEnded(TuneloopError):
 
 
 def _room(settings: Settings, free: int, total: int) -> int:
-    # Of what is taken now, an engine that sleeps has given back most.
+    # A sleeping engine has freed most of its memory.
     return min(free, room_for_trainer(settings, total))
 
 
 def must_shard(settings: Settings) -> bool:
-    """Whether shares are better than the whole of what is trained on each GPU; where that is unknown, they are."""
+    """Whether sharding is necessary, or the memory is unknown."""
     device = device_of(settings)
     if device.type != "cuda":
         return True
@@ -139,14 +130,12 @@ def must_shard(settings: Settings) -> bool:
 
 
 class MicroBatch:
-    """The size in tokens, halved whenever memory runs out, and remembered over restarts.
+    """The tokens per pass, halved whenever memory runs out, and kept across restarts.
 
-    A sequence is not cut. Where one alone is longer, activations are made again, if `trainer.activation_checkpointing`
-    leaves it open, before the size is halved. Where that does not help either, it is dropped, so that others are
-    learnt from.
-
-    Before each of them requests are let go first, if `trainer.yield_to_traffic`, until `stop` is set; of several ranks
-    before each step.
+    Sequences are not cut. If one alone is longer, activations are recomputed first, unless
+    `trainer.activation_checkpointing` forbids it. If that does not suffice, the sequence is dropped. With
+    `trainer.yield_to_traffic`, each pass waits for requests until `stop` is set; several ranks wait before each step
+    only.
     """
 
     def __init__(self, settings: Settings, stop: Stop | None = None) -> None:
@@ -160,25 +149,25 @@ class MicroBatch:
         self.tokens = memory.tokens
         self._is_checkpointing = memory.checkpointing and settings.trainer.activation_checkpointing is None
         self._samples: Sequence[Sample] = ()  # of the batch
-        self._given_up = 0
+        self._dropped = 0
         self._yielding = TrafficYield(settings, stop or Event()) if settings.trainer.yield_to_traffic else None
 
     def step(self, learner: Learner, samples: Sequence[Sample], *, version: int | None) -> Metrics:
-        """`learner.step`, in micro-batches that fit. Raises SamplesRefused, EnvironmentRefused, as that does."""
+        """`learner.step` in micro-batches that fit. Raises SamplesRefused, EnvironmentRefused, and its errors."""
         learner.smaller = partial(self._shrink_together, ref(learner))
         self._samples = samples
         self.prepare(learner)
         if self._is_checkpointing:
             checkpoint_activations(learner)
         if learner.ranks.size > 1:
-            # Those that follow wait for an order as long as it takes, but not for a pass.
+            # Followers wait for an order without limit, but not for a pass.
             learner.before_pass()
             learner.before_pass = go_ahead
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
                 metrics = learner.step(samples, version=version)
-                self._given_up = 0
+                self._dropped = 0
                 on_gpu = device_of(self._settings).type == "cuda"
                 most = torch.cuda.max_memory_reserved() if on_gpu else getrusage(RUSAGE_SELF).ru_maxrss << 10
                 yielded = {} if self._yielding is None else {"time/yielded": self._yielding.take_seconds()}
@@ -187,11 +176,11 @@ class MicroBatch:
                 self.take_less(learner, samples)
                 raise
             except torch.OutOfMemoryError:
-                pass  # its traceback holds the tensors that there was no room for
+                pass  # its traceback references the tensors
             self._shrink(ref(learner))
 
     def take_less(self, learner: Learner, samples: Sequence[Sample]) -> None:
-        """Remember, before all ranks start again, to take less memory than these samples. Raises EnvironmentRefused."""
+        """Reduce memory below these samples' need for the restart of all ranks. Raises EnvironmentRefused."""
         self._samples = samples
         if self._settings.trainer.activation_checkpointing is None and checkpoint_activations(learner):
             self._is_checkpointing = True
@@ -199,26 +188,26 @@ class MicroBatch:
         else:
             self._halve()
 
-    def rehearse(self, learner: Learner) -> None:
-        """Make the passes of a step of made-up rows, and no update: for the first step all is compiled then."""
+    def warm_up(self, learner: Learner) -> None:
+        """Compile by the passes of a step of random rows, without an update."""
         algorithm, started = self._settings.algorithm, time.perf_counter()
         if learner.ranks.size > 1 or ALGORITHMS[algorithm.algorithm_type].asks(algorithm).teacher:
             return
         self.prepare(learner)
         if self._is_checkpointing:
             checkpoint_activations(learner)
-        learner.micro_batch_tokens, learner.smaller, learner.before_update = self.tokens, None, _end_rehearsal
+        learner.micro_batch_tokens, learner.smaller, learner.before_update = self.tokens, None, _end_warm_up
         try:
             learner.step(_made_up_rows(self._settings, self.tokens, learner.actor.vocabulary))
         except _TrialEnded:
-            _log.info("step_rehearsed", seconds=round(time.perf_counter() - started, 3))
-        except (TuneloopError, torch.OutOfMemoryError) as error:  # The first step compiles, and says what is wrong.
-            _log.warning("step_not_rehearsed", reason=str(error))
+            _log.info("step_warmed_up", seconds=round(time.perf_counter() - started, 3))
+        except (TuneloopError, torch.OutOfMemoryError) as error:  # the first step compiles, and reports it
+            _log.warning("step_not_warmed_up", reason=str(error))
         finally:
             learner.before_update = go_ahead
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
-        """The log-probabilities of `recompute`, in the same way."""
+        """`learner.recompute` in micro-batches that fit."""
         self.prepare(learner)
         self._samples = samples
         while True:
@@ -230,18 +219,17 @@ class MicroBatch:
             self._halve()
 
     def prepare(self, learner: Learner) -> None:
-        """Have the learner yield to traffic before each pass, if the settings ask for it."""
         if self._yielding is not None:
             learner.before_pass = self._yielding
 
     def _shrink(self, stepping: ref[Learner]) -> int:
-        """Take less memory, and how many tokens go through the model at once from now on."""
+        """Use less memory; the new number of tokens per pass."""
         learner = stepping()
         may = self._settings.trainer.activation_checkpointing is None and self._longest > self.tokens
         if learner is None or not may or not checkpoint_activations(learner):
-            if self._longest > self.tokens and self._given_up < _MOST_GIVEN_UP:
-                # The longest row, with the other of its pair, is alone in its micro-batch.
-                self._given_up += 1
+            if self._longest > self.tokens and self._dropped < _MOST_DROPPED:
+                # The longest row, with its pair, is alone in its micro-batch.
+                self._dropped += 1
                 at = next(at for at, each in enumerate(self._samples) if _length(each) == self._longest)
                 algorithm = self._settings.algorithm
                 in_pairs = ALGORITHMS[algorithm.algorithm_type].asks(algorithm).pairs
@@ -256,7 +244,7 @@ class MicroBatch:
         return self.tokens
 
     def _shrink_together(self, stepping: ref[Learner]) -> int:
-        """`_shrink` within a step, where the other ranks wait for the order (workers/rank.py)."""
+        """`_shrink` within a step, in which the other ranks follow (workers/rank.py)."""
         learner = stepping()
         assert learner is not None
         with learner.ranks.agree():
@@ -270,7 +258,7 @@ class MicroBatch:
         return max(map(_length, self._samples))
 
     def _halve(self) -> int:
-        """Take less by half. Raises EnvironmentRefused, and remembers nothing, where that cannot help."""
+        """Halve the tokens. Raises EnvironmentRefused, without a change, if that cannot help."""
         if self._longest > self.tokens:
             raise EnvironmentRefused(
                 f"trainer.micro_batch_tokens: one row of {self._longest} tokens does not fit into the GPU's memory, and"
@@ -290,20 +278,20 @@ class MicroBatch:
             beside = self._path.with_suffix(".new")
             beside.write_bytes(msgspec.json.encode(_Memory(self._setting, self.tokens, self._is_checkpointing)))
             os.replace(beside, self._path)
-        except OSError as error:  # then the next start finds out again
+        except OSError as error:  # the next start repeats the trials
             _log.warning("micro_batch_not_remembered", reason=str(error))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def _end_rehearsal() -> None:
+def _end_warm_up() -> None:
     raise _TrialEnded
 
 
 def _made_up_rows(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:
-    """Pairs of replies to a task, a good one and a bad one, that are just too long to go through the model at once.
+    """Pairs of a good and a bad reply, slightly too long for one pass.
 
-    The last is at another temperature, for which other functions are compiled.
+    The last row has another temperature, for which other functions are compiled.
     """
     random, size = np.random.default_rng(0), settings.buffer.train_batch_size
     half = max(1, min(tokens // size // 2 + 1, (settings.model.max_model_len or tokens) // 2))
@@ -335,7 +323,7 @@ def _length(sample: Sample) -> int:
 
 
 def checkpoint_activations(learner: Learner) -> bool:
-    """Have what is trained make its activations again; False if it does, or has no layers that can."""
+    """Recompute activations of trained models; False if they already do, or cannot."""
     trained = [learner.actor.network, *([] if learner.critic is None else [learner.critic.body])]
     left = [each for each in trained if not is_checkpointing(each)]
     for network in left:

@@ -1,9 +1,8 @@
-"""The ranks that train together. Of a model whose weights are all trained each has a share (FSDP2, Zhao et al. 2023);
-of a frozen base below adapters each has the whole. Each reads a share of every batch.
+"""Joins the ranks that train together. Fully trained models are sharded (FSDP2, Zhao et al. 2023); a frozen base below
+adapters is whole on each rank. Each rank reads a share of every batch.
 
-Rank 0 leads: it alone knows the ledger, and orders what the others do with it. Whatever may fail on one
-rank only is done within `agree`, so that all ranks go on, or all raise; one that raises anything else ends, and its
-death ends the others.
+Only rank 0 knows the ledger, and orders the others. Whatever may fail on one rank runs within `agree`, so that all
+ranks continue, or all raise; a rank that raises anything else exits, which ends the others.
 """
 
 import os
@@ -29,32 +28,27 @@ from tuneloop.shared.errors import EnvironmentRefused, NotFinite, RankFailed, Ra
 from tuneloop.shared.experience import Sample
 from tuneloop.trainer.rendezvous import RENDEZVOUS_VARIABLE
 
-#: A rank that hangs ends the others after so long; one that dies does so at once.
-_STUCK = timedelta(minutes=30)
-#: Orders are waited for as long as there is no batch, or another process that rank 0 alone waits for.
-_QUIET = timedelta(days=3650)
-
-#: Numbers of small tensors that are added up in one call.
-_PIECE = 1 << 24
+_STUCK = timedelta(minutes=30)  # timeout of a hanging rank; a dead one ends the others at once
+_QUIET = timedelta(days=3650)  # timeout of orders, which may have to wait for a batch or for another process
+_PIECE = 1 << 24  # numbers of small tensors that are reduced in one call
 
 
 class LoadOrder(msgspec.Struct, frozen=True, tag="load"):
-    """Become the learner with the weights in `folder`, None: the base model's, and what `state` holds besides."""
+    """Load the learner with the weights in `folder` (None: the base model's) and the optimisers in `state`."""
 
     folder: str | None
     state: str | None
 
     @property
     def paths(self) -> tuple[Path | None, Path | None]:
-        """Both folders."""
         folder, state = (None if each is None else Path(each) for each in (self.folder, self.state))
         return folder, state
 
 
 class StepOrder(msgspec.Struct, frozen=True, tag="step"):
-    """Learn from the samples in micro-batches of `tokens`. `halves`: rank 0 says how many if these do not fit.
+    """Train on the samples in micro-batches of `tokens`. `halves`: rank 0 reduces them if memory runs out.
 
-    `checkpointing`: activations are made again, since it was found out that they do not fit, or by setting.
+    `checkpointing`: recompute activations, by setting or after memory ran out.
     """
 
     samples: list[Sample]
@@ -65,21 +59,21 @@ class StepOrder(msgspec.Struct, frozen=True, tag="step"):
 
 
 class StateOrder(msgspec.Struct, frozen=True, tag="state"):
-    """Give rank 0 what you have of the optimisers' state."""
+    """Send rank 0 your part of the optimisers' state."""
 
 
 class WeightsOrder(msgspec.Struct, frozen=True, tag="weights"):
-    """Give rank 0 what you have of the actor's weights."""
+    """Send rank 0 your part of the actor's weights."""
 
 
 class GatherOrder(msgspec.Struct, frozen=True, tag="gather"):
-    """Let rank 0 have the whole of a model, to read something alone: of the actor, or of the reference."""
+    """Let rank 0 gather the actor, or the reference, to use it alone."""
 
     reference: bool
 
 
 class EndOrder(msgspec.Struct, frozen=True, tag="end"):
-    """There is nothing more to do."""
+    pass
 
 
 Order = LoadOrder | StepOrder | StateOrder | WeightsOrder | GatherOrder | EndOrder
@@ -103,94 +97,91 @@ _decoder: msgspec.msgpack.Decoder[Order] = msgspec.msgpack.Decoder(Order, dec_ho
 
 
 class SequenceGroup:
-    """Ranks that read one packed row together (models/ulysses.py): this one the stretch at `place` of `size`."""
+    """Ranks that read one packed row together (models/ulysses.py): this one the part `place` of `size`."""
 
     def __init__(self, members: Sequence[int], group: "dist.ProcessGroup", device: torch.device) -> None:
         self.place, self.size = members.index(dist.get_rank()), len(members)
         self._group = group
-        # What the first exchange makes NCCL allocate is there before there may be no room.
+        # Makes NCCL allocate its memory now, while there is some.
         self.exchange(torch.zeros(self.size, device=device))
 
     def exchange(self, sent: Tensor) -> Tensor:
-        """Send each member its part of the first dimension; what all sent this one, in their order."""
+        """Send each member its part of the first dimension; the parts received, in rank order."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         return received
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """The tensor, which becomes the sum of all members'."""
+        """The tensor, summed in place over the members."""
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
 
 class Ranks:
-    """A rank alone: no other follows it, and what it has is the sum of all."""
+    """A single rank: no followers, and its values are the sums."""
 
     rank, size = 0, 1
-    #: The ranks that it shares rows with, if any.
-    sequence: SequenceGroup | None = None
-    #: Whether it has but a share of some network: then all ranks make the same passes in the same order.
-    is_sharded = False
+    sequence: SequenceGroup | None = None  # the ranks that share rows with it, if any
+    is_sharded = False  # whether a network is sharded: then all ranks make the same passes in the same order
 
     def place(self, network: nn.Module, device: torch.device, *, shard: bool) -> None:
-        """Bring a network to the device: with `shard` this rank's share of it."""
+        """Move a network, or with `shard` this rank's share of it, to the device."""
         network.to(device)
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which share of a batch it has, and how many shares there are: as many as ranks, or groups that share rows."""
+        """The number of its share of a batch, and the number of shares: ranks, or groups that share rows."""
         together = self.sequence.size if self.sequence is not None else 1
         return self.rank // together, self.size // together
 
     @property
     def reports(self) -> bool:
-        """Whether it reports the numbers of its share: of those that share rows one does."""
+        """Whether it reports the figures of its share: one rank per group that shares rows."""
         return self.sequence is None or self.sequence.place == 0
 
     def lead(self, order: Order) -> None:
-        """Tell the others what to do; rank 0 does it itself besides. What the others return is ignored."""
+        """Order the others; rank 0 does the same itself. Their results are dropped."""
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Make each tensor, in its place, the sum of all ranks'."""
+        """Sum each tensor in place over all ranks."""
 
     def add_up_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """By name the sum over those ranks that have it, which is the same to the bit on all of them."""
+        """Sums by name over the ranks that have it, bitwise equal on all."""
         return dict(numbers)
 
     @contextmanager
     def agree(self) -> Iterator[None]:
-        """Leave the block together: if it raises one of our errors, or finds no memory, on one rank, it does on all."""
+        """If the block raises one of our errors or runs out of memory on one rank, raise on all."""
         yield
 
     def decide(self, decide: Callable[[], int]) -> int:
-        """What rank 0 decides."""
+        """The result on rank 0."""
         return decide()
 
     def from_rank_0(self, tensor: Tensor) -> Tensor:
-        """Rank 0's tensor, in the place of this one of the same shape."""
+        """Overwrite the tensor with rank 0's of the same shape."""
         return tensor
 
     def wait_for_rank_0(self) -> None:
-        """Wait, for as long as it takes, until rank 0 has come here too."""
+        """Wait without a timeout until rank 0 gets here."""
 
 
 ALONE = Ranks()
 
 
 class JoinedRanks(Ranks):
-    """One of several ranks, once torch.distributed has been initialised. `device` is where its gradients are.
+    """One of several ranks, after torch.distributed is initialised; `together` consecutive ranks share rows.
 
-    `together` of them, one after the other, share rows.
+    Gradients are on `device`.
     """
 
-    #: Whether what is trained is sharded, where it can be; else each has the whole.
-    shards = True
+    shards = True  # whether trained models are sharded if possible
 
     def __init__(self, device: torch.device, *, together: int = 1) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._orders = dist.new_group(backend="gloo", timeout=_QUIET)
         self._mesh = init_device_mesh(device.type, (self.size,))
-        # What the first sum makes NCCL allocate is there before there may be no room.
+        # Makes NCCL allocate its memory now, while there is some.
         dist.all_reduce(torch.zeros(1, device=device))
         if self.size % together:
             raise EnvironmentRefused(
@@ -204,7 +195,7 @@ class JoinedRanks(Ranks):
 
     @classmethod
     def join(cls, device: torch.device, *, together: int = 1) -> Self:
-        """The rank that the environment names, once all are there."""
+        """The rank that the environment names, once all have joined."""
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=os.environ[RENDEZVOUS_VARIABLE],
@@ -215,23 +206,21 @@ class JoinedRanks(Ranks):
         return cls(device, together=together)
 
     def lead(self, order: Order) -> None:
-        """See Ranks."""
         if self.rank == 0:
             self._broadcast(_encoder.encode(order))
 
     def follow(self) -> Order:
-        """The next order of rank 0. Raises RankFailed if it has ended without one."""
+        """The next order of rank 0. Raises RankFailed if it exited."""
         try:
             return _decoder.decode(self._broadcast(None))
         except RuntimeError as error:
             raise RankFailed(f"rank 0 has ended: {error}") from None
 
     def place(self, network: nn.Module, device: torch.device, *, shard: bool) -> None:
-        """See Ranks."""
         shard = self.is_sharded = shard and self.shards
         if not shard:
             return super().place(network, device, shard=shard)
-        # Gradients are sums, of what each rank has of the whole batch's loss, and not means.
+        # Gradients are sums, not means: each rank has its part of the whole batch's loss.
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         layers = [each for each in network.modules() if isinstance(each, GradientCheckpointingLayer)]
         for each in (*layers, network):
@@ -240,11 +229,10 @@ class JoinedRanks(Ranks):
             unit.set_force_sum_reduction_for_comms(enable=True)
         network.run_gathered = _run  # type: ignore[assignment]
         register_fsdp_forward_method(network, "run_gathered")
-        # What is returned is a view, which is never changed in place.
+        # The returned view is never changed in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """See Ranks."""
         for kept in _in_pieces(tensors):
             together = torch.cat([each.flatten() for each in kept]) if len(kept) > 1 else kept[0].flatten()
             dist.all_reduce(together)
@@ -252,7 +240,6 @@ class JoinedRanks(Ranks):
                 each.copy_(summed.view_as(each))
 
     def add_up_numbers(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """See Ranks."""
         sums: defaultdict[str, float] = defaultdict(float)
         for encoded in self._gather(msgspec.msgpack.encode(numbers)):
             for name, value in msgspec.msgpack.decode(encoded, type=dict[str, float]).items():
@@ -261,13 +248,12 @@ class JoinedRanks(Ranks):
 
     @contextmanager
     def agree(self) -> Iterator[None]:
-        """See Ranks."""
         failed: Exception | None = None
         try:
             yield
         except (torch.OutOfMemoryError, TuneloopError) as error:
             if isinstance(error, torch.OutOfMemoryError):
-                # Those that share the row, or the weights, wait for what this one does not send.
+                # Ranks that share the row or the weights wait for this one.
                 if self.sequence is not None:
                     raise EnvironmentRefused(_TOO_LONG.format(error)) from None
                 if self.is_sharded:
@@ -285,22 +271,18 @@ class JoinedRanks(Ranks):
         raise _KINDS[worst](f"on another rank: {reason}")
 
     def decide(self, decide: Callable[[], int]) -> int:
-        """See Ranks."""
         number = torch.tensor([decide() if self.rank == 0 else 0])
         dist.broadcast(number, src=0)
         return int(number)
 
     def from_rank_0(self, tensor: Tensor) -> Tensor:
-        """See Ranks."""
         dist.broadcast(tensor, src=0)
         return tensor
 
     def wait_for_rank_0(self) -> None:
-        """See Ranks."""
         dist.broadcast(torch.zeros(1), src=0, group=self._orders)
 
     def leave(self) -> None:
-        """End what `join` began, without an error of any rank."""
         dist.destroy_process_group()
 
     def _broadcast(self, sent: bytes | None) -> bytes:
@@ -311,7 +293,7 @@ class JoinedRanks(Ranks):
         return data.numpy().tobytes()
 
     def _gather(self, own: bytes) -> list[bytes]:
-        """What each rank says, in their order."""
+        """The bytes of each rank, in order."""
         lengths = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         dist.all_gather(lengths, torch.tensor([len(own)]))
         longest = max(int(each) for each in lengths)
@@ -325,7 +307,7 @@ _TOO_LONG = (
     " ({}). Lower it, or raise trainer.ulysses_sequence_parallel_size"
 )
 
-#: Of what ranks may raise together, the worst is raised where they fail differently.
+#: Errors that ranks raise together; if they differ, the one with the highest number.
 _NO_FAILURE = 0
 _KINDS: Mapping[int, type[Exception]] = {1: torch.OutOfMemoryError, 2: NotFinite, 3: RankFailed}
 
@@ -337,7 +319,7 @@ def _kind(failed: Exception | None) -> int:
 
 
 def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Small ones together, up to so many numbers; a large one alone."""
+    """Groups of small tensors up to a size; large ones alone."""
     together: list[Tensor] = []
     numbers = 0
     for each in tensors:
@@ -355,13 +337,13 @@ def _run(call: Callable[[], Any]) -> Any:
 
 
 def run_gathered(network: nn.Module, call: Callable[[], Any]) -> Any:
-    """What `call` returns, for which a network that is sharded has its embeddings and head whole."""
+    """Run `call` while a sharded network's embeddings and head are whole."""
     return cast(Any, network).run_gathered(call) if isinstance(network, FSDPModule) else call()
 
 
 @contextmanager
 def gathered_on_rank_0(network: nn.Module, *, keep: bool = True) -> Iterator[None]:
-    """Within, this rank can call a sharded network alone; all ranks begin together, those that do not `keep` leave."""
+    """In the block, this rank may call a sharded network alone; all ranks enter together; without `keep` they leave."""
     units = [each for each in network.modules() if isinstance(each, FSDPModule)]
     for unit in units:
         unit.unshard()
@@ -378,12 +360,12 @@ def gathered_on_rank_0(network: nn.Module, *, keep: bool = True) -> Iterator[Non
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor, which may be sharded: the same memory."""
+    """This rank's part of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather(part: Tensor, like: Tensor) -> Tensor:
-    """All ranks' parts of a tensor that is sharded like another one; they ask for it together."""
+    """All ranks' parts of a tensor sharded like another one; a collective call."""
     if not isinstance(like, DTensor):
         return part
     placed = (like.device_mesh, like.placements)
@@ -392,7 +374,7 @@ def gather(part: Tensor, like: Tensor) -> Tensor:
 
 
 def join_parts(part: Tensor, like: Tensor) -> Tensor:
-    """The parts of all ranks, as many numbers of each, one behind the other, if another tensor is sharded."""
+    """The ranks' equal parts, concatenated, if another tensor is sharded."""
     if not isinstance(like, DTensor):
         return part
     placed = (like.device_mesh, like.placements)
@@ -400,7 +382,7 @@ def join_parts(part: Tensor, like: Tensor) -> Tensor:
 
 
 def first_number(like: Tensor) -> int:
-    """The place in the whole, row after row, of the first number that this rank has of a tensor; 0 if it has none."""
+    """The flat offset of this rank's part in the whole; 0 if it has none."""
     if not isinstance(like, DTensor):
         return 0
     rows = torch.arange(like.shape[0])
@@ -409,7 +391,7 @@ def first_number(like: Tensor) -> int:
 
 
 def own_part(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, which is to be sharded like another one."""
+    """This rank's part of a whole tensor, sharded like another one."""
     tensor = tensor.reshape(like.shape)
     if not isinstance(like, DTensor):
         return tensor

@@ -1,13 +1,13 @@
-"""How the ranks find each other: by a file, or between machines a port, that the environment names."""
+"""Names the environment variables by which ranks find each other: a file, or a port between machines."""
 
 from pathlib import Path
 
-#: The URL of the file or port. Rank and number of ranks have the names that torchrun gives them.
+#: The URL of the file or port. Rank and number of ranks use torchrun's names.
 RENDEZVOUS_VARIABLE = "TUNELOOP_RENDEZVOUS"
 
 
 def environment_of(rank: int, size: int, rendezvous: Path) -> dict[str, str]:
-    """The environment of one rank of this machine, beside that of its launcher. They talk on loopback alone."""
+    """The environment of one local rank, beside the launcher's. Ranks use loopback only."""
     return {
         RENDEZVOUS_VARIABLE: f"file://{rendezvous}",
         "RANK": str(rank),

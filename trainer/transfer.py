@@ -1,4 +1,4 @@
-"""From the CPU, where batches are made, to where the models are, and back."""
+"""Moves tensors between the CPU, where batches are made, and the models' device."""
 
 from collections.abc import Callable
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def hand_over(made: Tensor, device: torch.device) -> Tensor:
-    """What was made on the CPU, on the device: a GPU copies it later, and nothing waits for it."""
+    """The tensor on the device; a GPU copies it asynchronously."""
     if device.type == "cuda" and made.device.type == "cpu":
         return made.pin_memory().to(device, non_blocking=True)
     return made.to(device)
 
 
 def bring_back(made: Tensor) -> Callable[[], Tensor]:
-    """It in main memory, once one calls, from whatever thread: until then nothing waits for a GPU."""
+    """A function that returns the tensor in main memory, in any thread; only the call waits for a GPU."""
     if made.device.type != "cuda":
         return lambda: made
     here = torch.empty(made.shape, dtype=made.dtype, pin_memory=True).copy_(made, non_blocking=True)

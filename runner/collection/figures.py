@@ -167,7 +167,6 @@ class ABTest:
         return "b" if int.from_bytes(digest) < self.share_b * 2**64 else "a"
 
     def model_for(self, key: str) -> str:
-        """The client's `model` for this key."""
         side = self.a if self.side_of(key) == "a" else self.b
         return side if isinstance(side, str) else f"{self.model}@{side}"
 

@@ -19,8 +19,7 @@ from tuneloop.runner.rewards.reply import ChatMessage, Reply, calls_of, chat_mes
 
 _OPENS, _CLOSES = "<think>", "</think>"
 
-#: Fields that a collector may drop.
-RECORD_FIELDS = ("messages", "thoughts", "tool_calls", "rewards", "user_feedback")
+RECORD_FIELDS = ("messages", "thoughts", "tool_calls", "rewards", "user_feedback")  # fields that a collector may drop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +196,6 @@ AgentLike = Callable[[Any], Any]
 
 
 class RunCollection:
-    """A run during its collection."""
-
     def __init__(self, conversation_id: str, **labels: str | None) -> None:
         self.conversation_id = conversation_id
         self._labels = labels

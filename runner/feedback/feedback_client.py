@@ -21,11 +21,8 @@ from tuneloop.runner.feedback.verbs import Entry, FeedbackVerbs
 from tuneloop.runner.http_client import absolute_url, header_of_key, tls_context
 from tuneloop.runner.judging.endpoint import retry_after_s
 
-#: Seconds for sending at exit; unsent feedback stays on disk.
-_AT_EXIT_S = 2.0
-
-#: Seconds for sending before a commit.
-_BEFORE_COMMIT_S = 10.0
+_AT_EXIT_S = 2.0  # seconds for sending at exit; unsent feedback stays on disk
+_BEFORE_COMMIT_S = 10.0  # seconds for sending before a commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +45,6 @@ class FeedbackBatch(FeedbackVerbs[None]):
 
 
 class _Client:
-    """The common part of both clients."""
-
     def __init__(
         self,
         url: str,
@@ -190,8 +185,7 @@ class FeedbackClient(FeedbackVerbs[Receipt], _Client):
         return Receipt(_keys(entries))
 
 
-#: The public name; the services have a record named Feedback.
-Feedback = FeedbackClient
+Feedback = FeedbackClient  # the public name; the services have a record named Feedback
 
 
 class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Client):

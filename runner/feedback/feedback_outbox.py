@@ -16,17 +16,10 @@ from tuneloop.runner.feedback.verbs import Entry
 from tuneloop.runner.outbox import SUFFIX, Damage, Outbox, OutboxReader, Place, Record, names_in, owner_of
 from tuneloop.runner.private_files import append_rows, private_opener
 
-#: Largest size of a file in bytes.
-_FILE_BYTES = 4 << 20
-
-#: A file whose sent bytes exceed this is replaced, which bounds what is sent again after a crash.
-_SENT_BYTES = 64 << 10
-
-#: Limits of a batch; the record that exceeds the bytes is its last.
-_BATCH_ENTRIES, _BATCH_BYTES = 500, 1 << 20
-
-#: Files of ended processes that are open at once.
-_OPEN_FILES = 64
+_FILE_BYTES = 4 << 20  # largest size of a file in bytes
+_SENT_BYTES = 64 << 10  # a file whose sent bytes exceed this is replaced, which bounds what is sent again after a crash
+_BATCH_ENTRIES, _BATCH_BYTES = 500, 1 << 20  # limits of a batch; the record that exceeds the bytes is its last
+_OPEN_FILES = 64  # files of ended processes that are open at once
 
 _REFUSED = "refused.jsonl"
 

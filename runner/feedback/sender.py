@@ -216,7 +216,6 @@ class Sender:
             self._hurry = False
 
     def _deliver(self, entries: Sequence[Entry]) -> int:
-        """Send entries in order; the number of refused ones."""
         refused, waiting = 0, [list(entries)] if entries else []
         while waiting:
             now = waiting.pop()
@@ -239,7 +238,6 @@ class Sender:
 
 
 def _posts(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-    """Split entries into calls within the service's limits."""
     cuts, size = [0], 0
     for place, entry in enumerate(entries):
         length = sum(len(str(each)) for each in entry.values()) * 6  # JSON escapes take 6 bytes

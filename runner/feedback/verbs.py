@@ -11,8 +11,7 @@ from typing import Any, Generic, TypedDict, TypeVar, Unpack
 
 from tuneloop.runner.rewards.composite import Score
 
-#: LangChain's prefixes for messages that lost their own id.
-_LANGCHAIN_RUNS = ("run-", "lc_run-")
+_LANGCHAIN_RUNS = ("run-", "lc_run-")  # LangChain's prefixes for messages that lost their own id
 
 _NO_ID = "it has no reply id: give a reply object of openai, Anthropic, LangChain or AgentScope, its JSON, or its id"
 
@@ -47,7 +46,6 @@ def reply_id(reply: object, choice: int | None = None) -> str:
 
 
 def subject_of(reply: object, choice: int | None = None) -> dict[str, Any]:
-    """The subject of a feedback entry: `msg_ids`, or `task_id` and `run_id`."""
     if isinstance(reply, Sequence) and not isinstance(reply, str):
         if not reply:
             raise ValueError("an empty list names no reply")
@@ -89,8 +87,7 @@ def _kind(thing: object) -> str:
     return type(thing).__name__
 
 
-#: An entry of `feedback` in a request body.
-Entry = dict[str, Any]
+Entry = dict[str, Any]  # an entry of `feedback` in a request body
 
 #: The service's limits: characters of a name, magnitude of a number; and half of its largest body.
 MAX_NAME, MAX_REWARD, MAX_ENTRY_BYTES = 256, 1e6, 4 << 20

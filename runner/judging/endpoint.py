@@ -26,11 +26,8 @@ MAX_WAIT_S = 30.0
 #: Fields that are dropped if an endpoint refuses them. `store`: false keeps judging out of a tuneloop's training data.
 _OPTIONAL = ("response_format", "temperature", "store")
 
-#: Characters at the start of an error that are searched for its cause.
-_ERROR_START = 300
-
-#: Headers that are kept of an answer.
-_HEADERS_READ = frozenset({"content-type", "retry-after"})
+_ERROR_START = 300  # characters at the start of an error that are searched for its cause
+_HEADERS_READ = frozenset({"content-type", "retry-after"})  # headers that are kept of an answer
 
 _BUSY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _NOT_LET_IN = frozenset({401, 402, 403, 404, 405})
@@ -44,8 +41,7 @@ class Answer(NamedTuple):
     completion_tokens: int
 
 
-#: The next step: a body to post, or seconds to wait.
-_Step = dict[str, Any] | float
+_Step = dict[str, Any] | float  # the next step: a body to post, or seconds to wait
 _Response = httpx.Response | httpx.HTTPError | None
 
 
@@ -109,7 +105,6 @@ class Endpoint:
                     response = await self._post_async(step)
 
     def close(self) -> None:
-        """Close the connections of `ask`."""
         self._client.close()
 
     async def close_async(self) -> None:

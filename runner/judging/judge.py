@@ -13,8 +13,7 @@ from tuneloop.runner.judging.prompts import Prompt, object_in, scores_in, scorin
 from tuneloop.runner.judging.rubric import DEFAULT_CRITERIA, Rubric
 from tuneloop.runner.rewards.reply import Reply
 
-#: Largest number of scores listed as an enum in the schema.
-_MOST_CHOICES = 100
+_MOST_CHOICES = 100  # largest number of scores listed as an enum in the schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +72,6 @@ class Judge:
         return self.score(reply).normalised
 
     def close(self) -> None:
-        """Close the blocking connections."""
         self.endpoint.close()
 
     async def close_async(self) -> None:
@@ -161,7 +159,6 @@ class LLMJudge:
         return _by_name(await self.judge.score_async(_reply(user_input, agent_response)))
 
     def close(self) -> None:
-        """Close the blocking connections."""
         self.judge.close()
 
     async def close_async(self) -> None:

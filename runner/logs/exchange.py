@@ -54,8 +54,7 @@ class BrokenEntries:
 
 _PREFIX = "tuneloop_"
 
-#: Values that refuse training.
-_NO = frozenset({"false", "0", "no", "off"})
+_NO = frozenset({"false", "0", "no", "off"})  # values that refuse training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +141,6 @@ def may_train(*sources: object) -> bool:
 
 
 def labels_in(metadata: object) -> dict[str, str]:
-    """Task and run of some metadata."""
     given = metadata if isinstance(metadata, Mapping) else {}
     named = {name: given.get(_PREFIX + name, given.get(name)) for name in ("task_id", "run_id")}
     return {name: str(value) for name, value in named.items() if value is not None}

@@ -95,8 +95,7 @@ def _part(row: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any] | No
 
 #: Reasons that keep a row out of training: the client's refusal, or comparing versions.
 _KEPT_OUT = frozenset({"opt_out", "held_out", "side_request"})
-#: Reasons why a row has no usable text.
-_NO_REPLY = frozenset({"cut_off", "empty"})
+_NO_REPLY = frozenset({"cut_off", "empty"})  # reasons why a row has no usable text
 
 _PAGE = 100
 _TIMEOUT_S = 30.0

@@ -28,8 +28,7 @@ class ModelEndpoint:
     calls: RunCalls = field(default_factory=RunCalls, compare=False, repr=False)
 
 
-#: The owner of a model's calls.
-CallsEndpoint = Run | ModelEndpoint
+CallsEndpoint = Run | ModelEndpoint  # the owner of a model's calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,6 @@ def wanted_client(workflow: Callable[..., Any]) -> tuple[ClientKind, bool]:
 
 
 def _with_defaults(options: Any, defaults: CallDefaults) -> Any:
-    """Add the defaults to a request for a reply."""
     body = options.json_data
     if isinstance(body, dict) and str(options.url).endswith(("/chat/completions", "/completions")):
         merged = {**defaults.sampling(), **body}

@@ -45,7 +45,6 @@ class RunCalls:
         return iter(list(self.made))
 
     def __len__(self) -> int:
-        """The number of answered calls."""
         return sum(each.answered for each in self)
 
     def __bool__(self) -> bool:
@@ -57,7 +56,6 @@ class RunCalls:
 
     @property
     def model_versions(self) -> list[int]:
-        """Distinct versions that answered, ascending."""
         return sorted({each.model_version for each in self if each.model_version is not None})
 
     @property

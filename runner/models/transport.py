@@ -24,19 +24,15 @@ from typing import Any
 from tuneloop.runner.http_client import tls_context
 from tuneloop.runner.models.run import ModelCall, RunCalls
 
-#: Path endings of requests for replies.
-_SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")
-
-#: Statuses of a service that is unavailable for now.
-_AWAY = {429, 502, 503, 504}
+_SAMPLING = ("/chat/completions", "/completions", "/responses", "/messages")  # path endings of requests for replies
+_AWAY = {429, 502, 503, 504}  # statuses of a service that is unavailable for now
 
 #: Marks at the end of a complete stream, and of one that the service broke off.
 _WHOLE = re.compile(rb"^(data: ?\[DONE\]|event: ?(message_stop|response\.(completed|incomplete)))", re.MULTILINE)
 _BROKEN = re.compile(rb'^(data: ?\{"error"|event: ?(error|response\.failed))', re.MULTILINE)
 _LONGEST_END = 40
 
-#: Bytes at the end of a stream that are searched for its usage.
-_TAIL = 32 << 10
+_TAIL = 32 << 10  # bytes at the end of a stream that are searched for its usage
 
 #: Unbounded: the service has its own limit. Idle connections close before the service closes them: it would lose a
 #: request sent at that moment.
@@ -160,7 +156,6 @@ def _close_pools() -> None:
 
 
 def _proxy_of(url: Any) -> str | None:
-    """The environment's proxy for a URL, None for local services."""
     if url.host in {"127.0.0.1", "localhost", "::1"}:
         return None
     found = urllib.request.getproxies()
@@ -169,8 +164,6 @@ def _proxy_of(url: Any) -> str | None:
 
 
 class _Observed:
-    """Records one request, once."""
-
     def __init__(self, request: Any, calls: RunCalls) -> None:
         self._path = request.url.path
         self._add: Callable[[ModelCall], None] | None = None
@@ -274,7 +267,6 @@ def _object(data: bytes) -> dict[str, Any]:
 
 
 def _last_event(data: bytes) -> dict[str, Any]:
-    """The last event with usage, otherwise the last object."""
     last: dict[str, Any] = {}
     for line in reversed(data.split(b"\n")):
         if not line.startswith(b"data: {"):

@@ -187,7 +187,6 @@ def task_reward(accuracy: Component | None = None) -> Composite:
 
 
 def same_json(a: object, b: object) -> bool:
-    """JSON equality: 1 equals 1.0, but not true."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, Mapping) and isinstance(b, Mapping):

@@ -197,14 +197,10 @@ def plain_object(thing: object) -> dict[str, Any]:
     raise ValueError(f"{type(thing).__name__} is no object of names and values")
 
 
-def arguments_text(arguments: object) -> str:
-    """A tool call's arguments as JSON text, as in OpenAI's messages."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False, default=str)
-
-
 def tool_call(name: object, arguments: object, call_id: object = "") -> ChatMessage:
-    """A tool call as in OpenAI's messages."""
-    function = {"name": str(name or ""), "arguments": arguments_text(arguments)}
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False, default=str)
+    function = {"name": str(name or ""), "arguments": arguments}
     return {"id": str(call_id or ""), "type": "function", "function": function}
 
 

@@ -11,8 +11,7 @@ from tuneloop.runner.private_files import make_private_folder, write_private_tex
 from tuneloop.runner.shadow.executor import ShadowCounts, ShadowJob, log
 from tuneloop.runner.shadow.production_calls import ProductionCall, RecordedToolCall
 
-#: A call that ended its process so often is not tried again.
-MOST_ATTEMPTS = 3
+MOST_ATTEMPTS = 3  # a call that ended its process so often is not tried again
 
 
 class NotJson(Exception):
@@ -36,7 +35,6 @@ class CallQueue:
         self.folder, self._counts = folder, counts
 
     def waiting(self) -> list[Path]:
-        """Files of the calls, oldest first."""
         return sorted(self.folder.glob("*.json"))
 
     def write(self, text: str) -> None:

@@ -48,11 +48,8 @@ KINDS = (
     "runner_failed",  # an error of ours
 )
 
-#: Seconds between two checks for offered jobs.
-_LOOK_S = 0.02
-
-#: Share of a stop's time for runs; the rest is for their rewards.
-_SHARE_OF_STOP = 0.7
+_LOOK_S = 0.02  # seconds between two checks for offered jobs
+_SHARE_OF_STOP = 0.7  # share of a stop's time for runs; the rest is for their rewards
 
 log = logging.getLogger("tuneloop.runner.shadow")
 
@@ -70,7 +67,6 @@ class ShadowCounts:
             self._counts[kind] += count
 
     def snapshot(self) -> dict[str, int]:
-        """All counts, zeros included."""
         with self._lock:
             return dict(self._counts)
 
@@ -118,15 +114,13 @@ class ShadowResult:
 
     @property
     def production_result(self) -> Any:
-        """The user's answer."""
         return self.call.result
 
 
 #: Makes a shadow run's agent, which is called as production was.
 AgentFactory = Callable[[ShadowRun], Callable[..., Any]]
 
-#: A number, a thumb, or a Score with components; None: no reward.
-Reward = float | bool | Score | None
+Reward = float | bool | Score | None  # a number, a thumb, or a Score with components; None: no reward
 RewardCalculator = Callable[[ShadowResult], Reward | Awaitable[Reward]]
 
 

@@ -32,8 +32,7 @@ class SelectionStrategy(Protocol):
     def should_select(self, call: ProductionCall) -> bool: ...
 
 
-#: A strategy, or a function like `should_select`.
-Strategy = SelectionStrategy | Callable[[ProductionCall], bool]
+Strategy = SelectionStrategy | Callable[[ProductionCall], bool]  # a strategy, or a function like `should_select`
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,6 @@ class TrainingContext:
 
 
 def current() -> object:
-    """The CallTrace or Replay of this context."""
     return _current.get()
 
 

@@ -24,8 +24,7 @@ from tuneloop.runner.shadow.production_calls import (
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 Refusal = Callable[[str, str], Any]
 
-#: Set in a process of shadow runs, where no call is production's.
-_in_shadow_process = threading.Event()
+_in_shadow_process = threading.Event()  # set in a process of shadow runs, where no call is production's
 enter_shadow_process, is_shadow_process = _in_shadow_process.set, _in_shadow_process.is_set
 
 
@@ -50,7 +49,6 @@ class Replay:
             self._waiting[each.name, each.arguments].append(each)
 
     def next_recorded(self, name: str, arguments: str) -> RecordedToolCall | None:
-        """The recorded answer of this call, or None."""
         with self._lock:
             equal = self._waiting.get((name, arguments))
             if not equal:
@@ -72,8 +70,7 @@ class ShadowTools:
 
     def __init__(self, refusal: Refusal = refuse_as_json) -> None:
         self._refusal = refusal
-        #: By name; None if several functions share it.
-        self._tools: dict[str, _Tool | None] = {}
+        self._tools: dict[str, _Tool | None] = {}  # by name; None if several functions share it
 
     def bound_to(self, replay: Replay) -> "RunTools":
         return RunTools(self._tools, replay, self._refusal)
@@ -142,8 +139,7 @@ class _Tool:
         self._read_only, self._refusal = read_only, refusal
         self._signature = inspect.signature(function)
         self._is_async = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-        #: Production's last event loop.
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # production's last event loop
 
     def within(self, bound: Replay | None) -> Callable[..., Any]:
         """The tool in one shadow run; with None, in the current context."""
@@ -184,7 +180,6 @@ class _Tool:
         return call_async if self._is_async else call
 
     def _call_recorded(self, trace: CallTrace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run in production, and record the outcome."""
         try:
             arguments = self._arguments(args, kwargs)
         except TypeError:

@@ -91,16 +91,12 @@ READERS: dict[str, Callable[[Path], Iterator[dict[str, Any]]]] = {
 
 Task = dict[str, Any]
 
-#: Builders of `datasets` by file suffix.
-_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}
+_BUILDERS = {".parquet": "parquet", ".arrow": "arrow"}  # builders of `datasets` by file suffix
 
 _SPLIT = re.compile(r"(?P<name>[\w.-]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?\Z")
 
-#: Separators after the split in a file's name: train-00000-of-00002.parquet.
-_AFTER_SPLIT = "-_."
-
-#: Task orders, by Trinity's names.
-SELECTORS = ("sequential", "shuffle", "random", "offline_easy2hard")
+_AFTER_SPLIT = "-_."  # separators after the split in a file's name: train-00000-of-00002.parquet
+SELECTORS = ("sequential", "shuffle", "random", "offline_easy2hard")  # task orders, by Trinity's names
 
 
 @dataclass(slots=True)

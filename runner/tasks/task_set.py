@@ -1,4 +1,4 @@
-"""Builds a data set of tasks from logged exchanges: filters, deduplicates, orders, reads and writes."""
+"""Builds a data set of tasks from logged exchanges: filters, deduplicates, orders, judges, reads and writes."""
 
 import hashlib
 import json
@@ -12,13 +12,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tuneloop.runner.errors import LogRefused
+from tuneloop.runner.errors import JudgeFailed, LogRefused
+from tuneloop.runner.judging.endpoint import Endpoint
+from tuneloop.runner.judging.judge import Judge
+from tuneloop.runner.judging.rubric import Example, Rubric
 from tuneloop.runner.logs.exchange import LoggedExchange, essence_of, json_lines
 from tuneloop.runner.private_files import private_opener
-from tuneloop.runner.rewards.reply import ChatMessage, calls_of, text_of
+from tuneloop.runner.rewards.reply import ChatMessage, Reply, calls_of, text_of
 
-#: Whether to keep an exchange.
-ExchangeFilter = Callable[[LoggedExchange], bool]
+ExchangeFilter = Callable[[LoggedExchange], bool]  # whether to keep an exchange
 
 
 def all_of(*filters: ExchangeFilter) -> ExchangeFilter:
@@ -218,12 +220,7 @@ def read_tasks(path: Path) -> Iterator[ImportedTask]:
             raise LogRefused(f"{path}:{number}: {error}") from None
 
 
-def with_scores(task: ImportedTask, scores: Mapping[str, float]) -> ImportedTask:
-    return replace(task, scores={**task.scores, **scores})
-
-
-#: Characters of a shingle: not words, since not every language has spaces.
-_SHINGLE = 5
+_SHINGLE = 5  # characters of a shingle: not words, since not every language has spaces
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
@@ -302,7 +299,6 @@ class _Text:
         return [(self.numbers, each) for each in ordered[: len(ordered) - math.ceil(near * len(ordered)) + 1]]
 
     def is_near(self, other: "_Text", near: float) -> bool:
-        """Whether questions and contexts are both near."""
         pairs = ((self.question, other.question), (self.context, other.context))
         return all(len(one & two) >= near * len(one | two) for one, two in pairs)
 
@@ -334,3 +330,43 @@ def what_teaches_most(tasks: Sequence[ImportedTask], outcomes: Mapping[str, Sequ
         is_new = fresh and (not known or len(found) % _NEW_EVERY == _NEW_EVERY - 1)
         found.append(fresh.pop() if is_new else known.pop())
     return found
+
+
+_WANTED = "Show a request of a user that an assistant should be trained on."
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    """Tasks that the judge kept, with scores, tasks that it rejected, and tasks without a usable verdict."""
+
+    kept: tuple[ImportedTask, ...]
+    rejected: tuple[ImportedTask, ...]
+    unjudged: tuple[ImportedTask, ...]
+
+
+def learn_task_rubric(good: Sequence[str], bad: Sequence[str], endpoint: Endpoint, *, criteria: int = 4) -> Rubric:
+    """A rubric that a model writes from good and bad tasks. Raises JudgeError, ValueError."""
+    if not good or not bad:
+        raise ValueError("a rubric needs good tasks and bad ones")
+    count = max(len(good), len(bad))
+    pairs = [Example(prompt=_WANTED, good=good[at % len(good)], bad=bad[at % len(bad)]) for at in range(count)]
+    return Rubric.generate(pairs, endpoint, criteria=criteria)
+
+
+def screen_tasks(tasks: Iterable[ImportedTask], judge: Judge, *, least: float = 0.5) -> Screened:
+    """Keep tasks with a verdict of at least `least` in [0, 1]. Raises JudgeAway."""
+    found: tuple[list[ImportedTask], list[ImportedTask], list[ImportedTask]] = ([], [], [])
+    for each in tasks:
+        # The task is shown as a reply to a request for one, inside the judge's data marks.
+        turns = [f"[{turn['role']}] {turn.get('content')}" for turn in each.messages[:-1]]
+        shown = "\n\n".join([*turns, f"[user] {each.question}"]) if turns else each.question
+        try:
+            verdict = judge.score(
+                Reply(text=shown, messages=({"role": "user", "content": _WANTED},), expected=each.answer)
+            )
+        except JudgeFailed:
+            found[2].append(each)
+            continue
+        judged = replace(each, scores={**each.scores, **verdict.shares, "judge": verdict.normalised})
+        found[0 if verdict.normalised >= least else 1].append(judged)
+    return Screened(*map(tuple, found))

@@ -15,7 +15,6 @@ from tuneloop.runner.judging.judge import Judge
 from tuneloop.runner.judging.rubric import Rubric
 from tuneloop.runner.logs.exchange import BrokenEntries, LoggedExchange
 from tuneloop.runner.logs.request_logs import read_export, read_openai_jsonl, read_stored_completions
-from tuneloop.runner.tasks.screening import learn_task_rubric, screen_tasks
 from tuneloop.runner.tasks.task_set import (
     ExchangeFilter,
     ImportedTask,
@@ -24,8 +23,10 @@ from tuneloop.runner.tasks.task_set import (
     between,
     by_model,
     deduplicate,
+    learn_task_rubric,
     offers_tools,
     read_tasks,
+    screen_tasks,
     tasks_of,
     turns,
     with_reward,

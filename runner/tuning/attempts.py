@@ -87,14 +87,9 @@ class FailureLog:
             )
 
 
-#: Seconds that a cancelled function has for its `finally`.
-_GRACE_S = 5.0
-
-#: A function that blocks the event loop for so many seconds is reported.
-_HELD_S = 1.0
-
-#: Step of a timeout's countdown, in seconds: time in which another task blocked the loop does not count.
-_SLICE_S = 0.25
+_GRACE_S = 5.0  # seconds that a cancelled function has for its `finally`
+_HELD_S = 1.0  # a function that blocks the event loop for so many seconds is reported
+_SLICE_S = 0.25  # step of a timeout's countdown, in seconds: time in which another task blocked the loop does not count
 
 
 async def call_within(
@@ -166,16 +161,14 @@ async def _call(function: Callable[..., Any], arguments: dict[str, Any], note_he
 
 _log = logging.getLogger("tuneloop.tune")
 
-#: The largest magnitude of a reward that a service accepts.
-MAX_REWARD = 1e6
+MAX_REWARD = 1e6  # the largest magnitude of a reward that a service accepts
 
 #: Failures that an unavailable service may have caused.
 _MAYBE_AWAY = {FailureKind.WORKFLOW_RAISED, FailureKind.WORKFLOW_HUNG, FailureKind.SERVICE_AWAY}
 
 _NO_SUCH_MODEL = re.compile(r"model \S+ does not exist")
 
-#: Seconds before a retry after an outage of a service.
-_AWAY_PAUSE_S = 1.0
+_AWAY_PAUSE_S = 1.0  # seconds before a retry after an outage of a service
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,8 +364,7 @@ def _result(member: Member, run_id: str, **how: Any) -> RunResult:
     )
 
 
-#: Prefix of a metric's name, so that no metric counts as the reward.
-METRIC_PREFIX = "metrics/"
+METRIC_PREFIX = "metrics/"  # prefix of a metric's name, so that no metric counts as the reward
 
 _MAX_NAME = 256
 _MOST_AT_ONCE = 256
@@ -383,11 +375,8 @@ _MOST_OF_A_RUN, _MOST_METRICS = 100, 200
 #: Seconds in which results are collected into one call. Finished runs do not wait for it.
 _GATHER_S = 0.02
 
-#: Entries per call, well below the largest body that a service accepts.
-_MOST_OF_A_CALL = 5000
-
-#: The service's outcome for feedback above its limit per run.
-_FULL = "full"
+_MOST_OF_A_CALL = 5000  # entries per call, well below the largest body that a service accepts
+_FULL = "full"  # the service's outcome for feedback above its limit per run
 
 
 class RewardOutbox:

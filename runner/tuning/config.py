@@ -155,11 +155,6 @@ def require_whole(config: Any, name: str, *, least: int) -> None:
         raise TuneRefused(f"{_owner(config)}{name} must be a whole number of at least {least}, not {value!r}")
 
 
-def require_monitor(name: str | None) -> None:
-    if name is not None and name not in MONITORS:
-        raise TuneRefused(f"monitor_type: there is no {name!r} here; there are {', '.join(MONITORS)}")
-
-
 def require_number(config: Any, name: str, least: float, most: float, *, above: bool = False) -> None:
     """Raise TuneRefused unless the field is in [least, most], or in (least, most] with `above`."""
     value = getattr(config, name)
@@ -173,11 +168,8 @@ def _owner(config: Any) -> str:
     return f"{type(config).__name__}: " if type(config).__name__.endswith("Config") else ""
 
 
-#: The name of the only trained model.
-MAIN = "model"
-
-#: Default concurrency of runs, and timeout of a run in seconds.
-CONCURRENCY, RUN_TIMEOUT_S = 64, 600.0
+MAIN = "model"  # the name of the only trained model
+CONCURRENCY, RUN_TIMEOUT_S = 64, 600.0  # default concurrency of runs, and timeout of a run in seconds
 
 #: Type of each argument, and its description in messages.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -334,8 +326,7 @@ def _problems(function: Callable[..., Any], needed: _Needed, offered: tuple[str,
 
 Settings = dict[str, Any]
 
-#: Memory share of an engine on the GPU that the trainer uses too.
-_SHARED_GPU = 0.4
+_SHARED_GPU = 0.4  # memory share of an engine on the GPU that the trainer uses too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +349,8 @@ def service_settings(
     over: Mapping[str, Any] | None = None,
 ) -> Settings:
     """Settings of explorer and trainer for one model; `over` wins, `gpus` None counts them. Raises TuneRefused."""
-    require_monitor(monitor_type)
+    if monitor_type is not None and monitor_type not in MONITORS:
+        raise TuneRefused(f"monitor_type: there is no {monitor_type!r} here; there are {', '.join(MONITORS)}")
     if model.temperature == 0:
         raise TuneRefused(
             "TunerModelConfig: temperature 0 gives the same reply every time, so there is nothing to compare: "
@@ -426,7 +418,6 @@ def service_settings(
 
 
 def merge_settings(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> Settings:
-    """The settings, updated section by section."""
     both = {
         name: merge_settings(settings[name], each)
         for name, each in changes.items()

@@ -31,8 +31,7 @@ from tuneloop.runner.tuning.config import MAIN, check_judge_function, check_work
 
 _log = logging.getLogger("tuneloop.debug")
 
-#: The service itself waits until replies are stored.
-_COUNT_S = 30.0
+_COUNT_S = 30.0  # the service itself waits until replies are stored
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +51,6 @@ class DebugReport:
 
     @property
     def problem(self) -> str | None:
-        """Why the trainer could not use such a run, or None."""
         if not self.calls and not (self.own_clients if self.stored is None else self.stored.calls):
             return "it called no model: every run must, through `model`, or through run.base_url and run.api_key"
         if self.reward is None:
@@ -196,8 +194,7 @@ def _count(tokens: int | None) -> str:
 
 _PROG = "tuneloop debug"
 
-#: Timeout of the request for the list of models, in seconds.
-_MODELS_TIMEOUT_S = 30.0
+_MODELS_TIMEOUT_S = 30.0  # timeout of the request for the list of models, in seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -64,11 +64,9 @@ class ExperimentFolder:
         return self.path / "monitor" / "tensorboard"
 
     def settings(self, model: str) -> Path:
-        """The settings file of a model's service."""
         return self.path / "tune" / f"{model}.yaml"
 
     def log(self, model: str) -> Path:
-        """The log of a model's service."""
         return self.path / "tune" / f"{model}.log"
 
 
@@ -218,14 +216,11 @@ class JournalState:
             case "end":
                 self.ended = True
 
-    def is_committed(self, step: int, tasks: int) -> bool:
-        """Whether all tasks of a step are committed: a call with fewer epochs may have committed fewer."""
-        return self.committed.get(step, -1) >= tasks
-
     def first_step(self, plan: TaskPlan) -> int:
         """The first step that is not committed, or the number of steps."""
         steps = range(plan.total_steps)
-        return next((step for step in steps if not self.is_committed(step, len(plan.positions(step)))), len(steps))
+        # A call with fewer epochs may have committed fewer tasks of its last step.
+        return next((at for at in steps if self.committed.get(at, -1) < len(plan.positions(at))), len(steps))
 
     def results_of(self, step: int) -> list[RunResult]:
         return [result for result in self.results.values() if result.step == step]

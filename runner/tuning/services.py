@@ -38,8 +38,7 @@ from tuneloop.runner.tuning.config import (
 )
 from tuneloop.runner.tuning.experiment import ExperimentFolder
 
-#: Seconds before a retry: the first, and the most, doubling in between.
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0  # seconds before a retry: the first, and the most, doubling in between
 
 _REFUSED_FOR_NOW = {429, 500, 502, 503, 504}
 
@@ -140,7 +139,6 @@ class ServiceClient:
         return True
 
     async def model_name(self) -> str:
-        """The served name of the model."""
         if self.policy is not None:
             return self.policy
         answer = await self._patiently(lambda: self._http.get("/v1/models"))
@@ -216,8 +214,7 @@ class ServiceClient:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
-#: Seconds between two requests for the status.
-_LOOK_S = 0.1
+_LOOK_S = 0.1  # seconds between two requests for the status
 
 
 class TrainingWait:
@@ -266,8 +263,7 @@ class TrainingWait:
             await asyncio.sleep(_LOOK_S)
 
 
-#: A service's training options by our names; empty from an older service.
-Configured = Mapping[str, Any]
+Configured = Mapping[str, Any]  # a service's training options by our names; empty from an older service
 
 
 def compare_options(
@@ -332,11 +328,8 @@ _PR_SET_PDEATHSIG = 1
 _PRCTL = ctypes.CDLL(None, use_errno=True).prctl if sys.platform.startswith("linux") else None
 _STOP_S = 120.0
 
-#: The engine's stage in a service's log.
-_STAGE = re.compile(r"engine_start_goes_on.*?stage\W+([A-Za-z ]+)")
-
-#: Exit code of a command with invalid settings.
-_REFUSES_SETTINGS = 2
+_STAGE = re.compile(r"engine_start_goes_on.*?stage\W+([A-Za-z ]+)")  # the engine's stage in a service's log
+_REFUSES_SETTINGS = 2  # exit code of a command with invalid settings
 _TAIL = 20
 
 _MISSING = (
@@ -381,7 +374,6 @@ class ServiceProcess:
             raise ServiceAway(f"the service ended with exit code {code}; {ending}")
 
     def stage(self) -> str | None:
-        """The newest stage in its log."""
         found = _STAGE.findall(self._log.read_text(errors="replace"))
         return found[-1].strip() if found else None
 
@@ -420,11 +412,8 @@ def call_defaults(served_as: str, config: TunerModelConfig | None, *, timeout_s:
     return replace(config.call_defaults(served_as), timeout_s=timeout_s)
 
 
-#: Rows per run in one step of a started service; more rows make a further step.
-_CALLS = 256
-
-#: Timeout of an auxiliary model's reply, in seconds.
-_AUXILIARY_S = 600.0
+_CALLS = 256  # rows per run in one step of a started service; more rows make a further step
+_AUXILIARY_S = 600.0  # timeout of an auxiliary model's reply, in seconds
 
 #: Seconds after a commit when incomplete groups, and then an incomplete batch, are trained.
 _GROUP_S, _BATCH_S = 0.1, 0.2
@@ -549,7 +538,6 @@ def step_settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
 
 
 def policy_options(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """Options of a policy of which one commit makes one step."""
     compared = algorithm.algorithm_type in OF_GROUPS
     options = {
         "algorithm.algorithm_type": algorithm.algorithm_type,

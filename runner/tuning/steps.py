@@ -15,8 +15,7 @@ from tuneloop.runner.tuning.experiment import Journal, JournalState, RunResult, 
 from tuneloop.runner.tuning.services import ServiceClient, TrainingWait
 from tuneloop.runner.tuning.views import EvaluationReport, StepReport, View, interval_of
 
-#: Seconds between two progress lines of an evaluation.
-SAY_EVERY_S = 15.0
+SAY_EVERY_S = 15.0  # seconds between two progress lines of an evaluation
 
 
 class StepLoop:

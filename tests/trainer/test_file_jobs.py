@@ -109,7 +109,7 @@ def test_lines_that_are_too_long_are_left_out_and_named(adapted, ledger, train):
     train(chosen)
     assert ledger.jobs.get(job.id).state is JobState.SUCCEEDED
     [warning] = [each.message for each in ledger.jobs.events(job.id, limit=100) if each.level == "warn"]
-    assert warning.startswith("2 lines are left out, too long:")
+    assert warning.startswith("2 lines are skipped, too long:")
     assert warning.endswith(": 4, 6")
     assert len(lines_of_rows(ledger)) == 12
 

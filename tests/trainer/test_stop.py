@@ -83,4 +83,4 @@ def test_the_trainer_alone_answers_ctrl_c(tmp_path: Path) -> None:
                 said = process.stderr.readline()
         finally:
             process.kill()
-    assert said == "trainer: stopping; waits for the step, or the version, that is under way\n"
+    assert said == "trainer: stopping after the current step or publication\n"

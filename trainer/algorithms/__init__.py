@@ -1,4 +1,4 @@
-"""The algorithms: a page each, pure functions of tensors; this is their table, by `algorithm.algorithm_type`."""
+"""Maps `algorithm.algorithm_type` to algorithms; each is a module of pure functions of tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from torch import Tensor
 from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms import (
     cispo,
-    dapo,
     distill,
     dpo,
     grpo,
@@ -28,6 +27,7 @@ from tuneloop.trainer.algorithms.terms import (
     CallRewards,
     Loss,
     PolicyLoss,
+    Prepared,
     Targets,
     Totals,
     needs_start,
@@ -35,16 +35,16 @@ from tuneloop.trainer.algorithms.terms import (
     surrogate,
 )
 
-Prepare = Callable[[AlgorithmSettings, Targets, CallRewards, Baselines], tuple[Targets, Baselines]]
+Prepare = Callable[[AlgorithmSettings, Targets, CallRewards, Baselines], Prepared]
 ActorLoss = Callable[[AlgorithmSettings, Targets, Tensor, Tensor, Totals], Loss]
 CriticLoss = Callable[[AlgorithmSettings, Targets, Tensor, Totals], Loss]
 
 
 class Requirements(NamedTuple):
-    """What an algorithm wants to see: log-probabilities of the base model, at the start of the step, of the teacher.
+    """Inputs of an algorithm: log-probabilities of the base model, at the step's start, of the teacher.
 
-    `tempered`: log-probabilities at the temperature of the sampling, else at 1. `mismatched`: the divergence from the
-    base model on prompts with each other's replies. `pairs`: two replies to one prompt, of which one is better.
+    `tempered`: log-probabilities at the sampling temperature, otherwise at 1. `mismatched`: the divergence from the
+    base model on prompts with each other's replies. `pairs`: preferred and rejected replies to one prompt.
     """
 
     reference: bool = False
@@ -56,16 +56,15 @@ class Requirements(NamedTuple):
 
     @property
     def by_reply(self) -> bool:
-        """Whether each reply is judged by itself: calls of a run must not share a sequence."""
+        """Whether replies are judged separately, so that calls of a run may not share a sequence."""
         return self.mismatched or self.pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """An algorithm. `prepare` is called once per step on the whole batch, without gradient; a loss on each micro-batch.
+    """An algorithm: `prepare` runs once per step on the batch, without gradient; a loss runs per micro-batch.
 
-    The losses take targets and the models' answers: the actor's log-probabilities and entropies, the critic's values.
-    An algorithm without `critic_loss` has no critic.
+    Losses take targets and the models' outputs: the actor's log-probabilities and entropies, or the critic's values.
     """
 
     asks: Callable[[AlgorithmSettings], Requirements]
@@ -75,7 +74,6 @@ class Algorithm:
 
 
 def policy_gradient_requirements(algorithm: AlgorithmSettings) -> Requirements:
-    """What every policy gradient asks for."""
     return Requirements(reference=algorithm.kl_coef > 0, start=needs_start(algorithm.off_policy))
 
 
@@ -102,7 +100,7 @@ ALGORITHMS = {
     "reinforce++": _policy_gradient(reinforce_pp.prepare),
     "rloo": _policy_gradient(rloo.prepare),
     "grpo": _policy_gradient(grpo.prepare),
-    "dapo": _policy_gradient(dapo.prepare),
+    "dapo": _policy_gradient(grpo.prepare),
     "gspo": _policy_gradient(grpo.prepare, policy_loss=gspo.policy_loss),
     "cispo": _policy_gradient(grpo.prepare, policy_loss=cispo.policy_loss),
     "multi_step_grpo": _policy_gradient(multi_step_grpo.prepare),

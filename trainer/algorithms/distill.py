@@ -1,16 +1,14 @@
-"""Distillation: become like a teacher.
+"""Distillation: trains the policy to match a teacher.
 
     reverse_kl   policy gradient with the advantage of each token                        arXiv 2306.13649;
                  A = log teacher(token) - log policy(token), no gradient through it      thinkingmachines.ai/blog,
                  in the clipped loss of terms.py                                         On-Policy Distillation
     replies      -log policy(token) on the teacher's replies: sft.py                     1606.07947, section 3.2
 
-In expectation, the update of `reverse_kl` lessens KL(policy || teacher) at each token of the model's own replies. The
-policy is taken at the temperature that a reply was sampled at, the teacher at 1. An advantage beyond 20 nats is cut
-there: a teacher that rules a token out says -inf.
-
-Left out: rewards and whitening (the scale of A means something); the teacher's whole distribution,
-which an endpoint does not return; the discounted sum of the advantages that follow.
+In expectation, `reverse_kl` reduces KL(policy || teacher) at each token of the model's own replies. The policy has the
+temperature of the sampling, the teacher 1. Advantages are clamped to 20 nats: a teacher may return -inf. Not
+implemented: rewards and whitening (the scale of A has a meaning); the teacher's full distribution, which endpoints do
+not return; a discounted sum of later advantages.
 """
 
 from dataclasses import replace
@@ -25,6 +23,7 @@ from tuneloop.trainer.algorithms.terms import (
     Baselines,
     CallRewards,
     Loss,
+    Prepared,
     Targets,
     Totals,
     require,
@@ -33,17 +32,14 @@ from tuneloop.trainer.algorithms.terms import (
 )
 
 
-def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
-) -> tuple[Targets, Baselines]:
-    """Advantages depend on the policy of the moment: they are made in the loss."""
+def prepare(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines) -> Prepared:
+    """The loss makes the advantages: they depend on the current policy."""
     return targets, baselines
 
 
 def actor_loss(
     algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
 ) -> Loss:
-    """The loss of a micro-batch."""
     if algorithm.distill.mode == "replies":
         return sft.actor_loss(algorithm, targets, logprobs_BR, entropy_BR, totals)
     apart_BR = require(targets.teacher_BR) - logprobs_BR.detach()

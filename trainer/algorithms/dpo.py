@@ -1,12 +1,10 @@
-"""Direct preference optimisation: of two replies to one prompt, the better one rather than the other.
+"""Direct preference optimisation: raises the preferred of two replies to one prompt over the rejected one.
 
     h      = beta * (log(policy / base)(chosen) - log(policy / base)(rejected))      arXiv 2305.18290, eq. 7
     loss   = -log sigmoid(h)                                                          mean over pairs
 
-Log-probabilities are sums over the reply at temperature 1.
-
-Left out: label smoothing; how much better the chosen reply is; normalisation by length; the variants of the loss (IPO,
-hinge, SimPO); an additional likelihood term on the chosen reply; pairs of an edited answer and the reply it corrects.
+Log-probabilities are sums over the reply at temperature 1. Not implemented: label smoothing; margins; normalisation by
+length; other losses (IPO, hinge, SimPO); a likelihood term on the chosen reply; pairs of a correction and its original.
 """
 
 from dataclasses import replace
@@ -21,6 +19,7 @@ from tuneloop.trainer.algorithms.terms import (
     Baselines,
     CallRewards,
     Loss,
+    Prepared,
     Targets,
     Totals,
     log_ratios,
@@ -30,10 +29,8 @@ from tuneloop.trainer.algorithms.terms import (
 )
 
 
-def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
-) -> tuple[Targets, Baselines]:
-    """Signs and units of rows that come as chosen, rejected, chosen, rejected, …"""
+def prepare(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines) -> Prepared:
+    """Signs and units of rows ordered as chosen, rejected, chosen, rejected, …"""
     rows = torch.arange(len(targets.mask_BR))
     if len(rows) % 2:
         raise ValueError(f"{len(rows)} replies do not form pairs")
@@ -47,7 +44,7 @@ def actor_loss(
     policy_B = sequence_sums(logprobs_BR, targets.mask_BR)
     rewards_B = algorithm.dpo.beta * log_ratios(targets, logprobs_BR)
     signs_B = require(targets.signs_B)
-    # The pair of each row, counted from 0. Untyped in torch 2.13.
+    # The pair of each row, from 0. Untyped in torch 2.13.
     units, pairs_B, rows_U = cast(
         tuple[Tensor, Tensor, Tensor], torch.unique(require(targets.units_B), return_inverse=True, return_counts=True)
     )

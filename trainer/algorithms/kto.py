@@ -1,16 +1,13 @@
-"""Kahneman-Tversky optimisation: replies that were wanted or not, each by itself.
+"""Kahneman-Tversky optimisation: trains on single replies that were desirable or not.
 
     r      = log(policy / base)(reply)                                               arXiv 2402.01306v1, eq. 7
     z      = max(0, mean of log(policy / base) over prompts with the next row's reply)
     loss   = 1 - sigmoid(beta (r - z))  of a reply with reward >= threshold          mean over replies
              1 - sigmoid(beta (z - r))  of any other
 
-Log-probabilities are sums over the reply at temperature 1. z, an estimate of KL(policy || base), is a constant of the
-step: it is taken once, at its start, over the whole batch. A batch of one reply has no other's, and z is 0.
-A pair that is longer than the model takes is left out of it.
-
-Left out: a new z for every mini-batch; how far a reward lies from the threshold; weights that balance the numbers of
-wanted and unwanted replies.
+Log-probabilities are sums over the reply at temperature 1. z estimates KL(policy || base) once, at the start of the
+step, over the batch without pairs longer than the model's limit; it is 0 for a batch of one. Not implemented: z per
+mini-batch; the distance of a reward from the threshold; weights that balance desirable and undesirable replies.
 """
 
 from dataclasses import replace
@@ -23,6 +20,7 @@ from tuneloop.trainer.algorithms.terms import (
     Baselines,
     CallRewards,
     Loss,
+    Prepared,
     Targets,
     Totals,
     log_ratios,
@@ -32,10 +30,8 @@ from tuneloop.trainer.algorithms.terms import (
 )
 
 
-def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
-) -> tuple[Targets, Baselines]:
-    """1 for the desirable rows, -1 for the others; the divergence is never negative."""
+def prepare(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines) -> Prepared:
+    """Signs are 1 for desirable rows, otherwise -1; the divergence is at least 0."""
     rewards_B = calls.rewards_C.new_zeros(len(targets.mask_BR)).index_copy(0, calls.rows_C, calls.rewards_C)
     signs_B = torch.where(rewards_B >= algorithm.kto.threshold, 1, -1)
     return replace(targets, signs_B=signs_B, divergence=require(targets.divergence).clamp(min=0)), baselines
@@ -44,7 +40,6 @@ def prepare(
 def actor_loss(
     algorithm: AlgorithmSettings, targets: Targets, logprobs_BR: Tensor, entropy_BR: Tensor, totals: Totals
 ) -> Loss:
-    """The loss of a micro-batch."""
     options, divergence = algorithm.kto, require(targets.divergence)
     ratios_B, signs_B = log_ratios(targets, logprobs_BR), require(targets.signs_B)
     desirable_B = signs_B > 0

@@ -1,14 +1,13 @@
-"""PPO with a critic, on replies that were sampled and rewarded some time ago.
+"""PPO with a critic, on replies sampled and rewarded some versions ago.
 
     advantage  GAE over action tokens, then whitened; R = A + V_old before whitening    arXiv 1506.02438, eq. 16
                whitened, 0 if all replies of the batch have one reward
     actor      the clipped loss of terms.py                                              1707.06347, eq. 7
     critic     max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2                 1811.02553v3, section 4.1
 
-Left out: a second pass for "old" log-probabilities unless `off_policy.proximal` asks for it, because those the engine
-sampled with are the true behaviour policy, and with late feedback they are what makes the ratio right; the adaptive KL
-coefficient; early stopping on KL, because a mini-batch is seen once by default; separate lambda for actor
-and critic.
+The engine's log-probabilities are the "old" ones, since late feedback makes them the behaviour policy's;
+`off_policy.proximal` can recompute them. Not implemented: the adaptive KL coefficient; early stopping on KL, since a
+mini-batch is seen once by default; separate lambda for actor and critic.
 """
 
 from dataclasses import replace
@@ -21,6 +20,7 @@ from tuneloop.trainer.algorithms.terms import (
     Baselines,
     CallRewards,
     Loss,
+    Prepared,
     Targets,
     Totals,
     gae,
@@ -31,10 +31,7 @@ from tuneloop.trainer.algorithms.terms import (
 )
 
 
-def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
-) -> tuple[Targets, Baselines]:
-    """Advantages and returns of a whole batch."""
+def prepare(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines) -> Prepared:
     advantages_BR, returns_BR = gae(
         subtract_kl_penalty(algorithm, targets, calls.paid_BR),
         require(targets.values_BR),
@@ -45,13 +42,13 @@ def prepare(
     )
     advantages_BR = whiten(advantages_BR, targets.mask_BR)
     if algorithm.kl_in != "reward" and not (calls.rewards_C != calls.rewards_C[0]).any():
-        # What is left to whiten is the critic's error: at variance 1 the actor would follow it.
+        # Only the critic's error is left; whitened to variance 1, the actor would follow it.
         advantages_BR = torch.zeros_like(advantages_BR)
     return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines
 
 
 def value_loss(values_BR: Tensor, old_BR: Tensor, returns_BR: Tensor, *, clip_range: float) -> tuple[Tensor, Tensor]:
-    """Per token: the loss, and whether the clip to old ± clip_range decided it."""
+    """The loss per token, and whether the clip to old ± clip_range applied."""
     near_BR = old_BR + (values_BR - old_BR).clamp(-clip_range, clip_range)
     free_BR = (values_BR - returns_BR).square()
     held_BR = (near_BR - returns_BR).square()
@@ -59,7 +56,7 @@ def value_loss(values_BR: Tensor, old_BR: Tensor, returns_BR: Tensor, *, clip_ra
 
 
 def critic_loss(algorithm: AlgorithmSettings, targets: Targets, values_BR: Tensor, totals: Totals) -> Loss:
-    """The critic's loss on a micro-batch: always the mean over tokens."""
+    """The critic's loss on a micro-batch, always a mean over tokens."""
     each_BR, clipped_BR = value_loss(
         values_BR, require(targets.values_BR), require(targets.returns_BR), clip_range=algorithm.value_clip_range
     )

@@ -1,4 +1,4 @@
-"""REINFORCE for single replies: no group, no critic, a baseline remembered from step to step.
+"""REINFORCE for single replies: without group and critic, with a baseline kept across steps.
 
     advantage  (reward - baseline) / (their root mean square + 1e-6)                 Williams 1992, section 4
     baseline   running   decaying mean m of the rewards before this batch            as in SPIRAL, arXiv 2506.24119
@@ -7,15 +7,11 @@
                batch     the batch's own mean                                        as OpenRLHF's flash_reinforce
     actor      the clipped loss of terms.py
 
-Every token of a call has the call's advantage. The very first batch has nothing before it and is compared with its own
-mean. The root mean square, unlike a deviation, stays away from 0 when all replies of a batch are equally better than
-the baseline. Rewards that are what the baseline is give exactly 0.
-
-The last 10 000 tasks are remembered, by a digest of tenant and name. With `kl_in: reward` a call pays for the
-divergence of its tokens, before anything else.
-
-Left out: discount by token (`gamma`) and whitening; a baseline from the text of the prompt, which
-is what a critic is (ppo.py).
+Each token of a call has the call's advantage. The first batch uses its own mean. The root mean square, unlike a
+deviation, is not near 0 when all replies exceed the baseline equally. Rewards equal to the baseline give exactly 0. The
+last 10 000 tasks are kept, by a digest of tenant and name. With `kl_in: reward` a call's reward includes the penalty
+for its tokens' divergence. Not implemented: discounting by token (`gamma`) and whitening; a baseline by prompt text,
+which is a critic (ppo.py).
 """
 
 from collections import defaultdict
@@ -31,6 +27,7 @@ from tuneloop.trainer.algorithms.terms import (
     EPSILON,
     Baselines,
     CallRewards,
+    Prepared,
     Targets,
     kl_penalties,
     mean_of,
@@ -43,10 +40,7 @@ _ALL = "reinforce"
 _TASK = "reinforce/"
 
 
-def prepare(
-    algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines
-) -> tuple[Targets, Baselines]:
-    """The advantages of a batch, and what is remembered of it."""
+def prepare(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines) -> Prepared:
     options = algorithm.baseline
     scores_C = calls.rewards_C.double() + kl_penalties(algorithm, targets, calls)
     tasks = [(_TASK + blake2b(task.encode(), digest_size=12).hexdigest() if task else "") for task in calls.tasks]
@@ -67,14 +61,14 @@ def _baseline(options: Options, scores_C: Tensor, tasks: list[str], baselines: B
     found = torch.full_like(scores_C, mean)
     for number, name in enumerate(tasks):
         if task := baselines.get(name):
-            # Drawn to the mean of all as if the task had been in one batch more, with that mean.
+            # Shrunk towards the overall mean by one batch of weight.
             batches = task.weight / (1 - options.decay)
             found[number] = (batches * mean_of(task) + mean) / (batches + 1)
     return found
 
 
 def _update_baselines(options: Options, scores_C: Tensor, tasks: list[str], baselines: Baselines) -> Baselines:
-    """The moments of all rewards and, if they are looked at, of the tasks; those seen last stand last."""
+    """Moments of all rewards and, for `task`, of tasks, ordered by their last batch."""
     kept = {**baselines, _ALL: update_moments(baselines.get(_ALL), scores_C, decay=options.decay)}
     if options.kind != "task":
         return kept

@@ -1,24 +1,18 @@
-"""What algorithms are made of: running moments of rewards, targets, estimators, losses, groups.
+"""Defines the parts that algorithms share: moments, targets, estimators, importance weights, losses, groups.
 
-Dimension suffixes are explained in trainer/batches/batch.py; besides, K runs and G groups.
+Dimension suffixes are those of trainer/batches/batch.py; besides, K runs and G groups. Targets are constants of a step,
+aligned with the reply tokens.
 
-Targets: what a loss compares the models with: constants of one step, aligned with the reply tokens.
-
-Estimators that the algorithms share: advantages, whitening, divergences, and the means over tokens and sequences.
-
-Importance weights between what sampled a reply and the weights at the start of the step that learns from it.
-
-The two differ by staleness (the reply was sampled some versions ago) and by the engine's arithmetic. The weight of a
-token is w = exp(start - sampled), and
+Importance weights correct the difference between the sampling weights and those at the start of the step, which comes
+from staleness and from the engine's arithmetic. A token's weight is w = exp(start - sampled), and
 
     truncate    min(w, high)                                        TIS, fengyao.notion.site/off-policy-rl
     mask        0 outside [low, high], else w                       MIS, IcePop
 
-With `proximal: sampled` PPO's own ratio is the weight already, and a second one would count it twice: then `mask` gives
-1 and 0, and there is nothing to truncate. With `recomputed` the weight stands beside a ratio against the start:
-decoupled PPO (arXiv 2505.24298, eq. 5).
+With `proximal: sampled` PPO's own ratio already is the weight: then `mask` gives 1 and 0, and `truncate` nothing. With
+`recomputed` the weight multiplies a ratio against the start: decoupled PPO (arXiv 2505.24298, eq. 5).
 
-The actor's loss of all policy-gradient methods: they differ in their advantages only.
+The actor's loss of all policy-gradient methods, which differ only in their advantages:
 
     ratio      r = exp(logprob - logprob as sampled, or at the start of the step)     arXiv 1707.06347, eq. 6
     policy     max(-A r, -A clip(r, 1 - low, 1 + high))                   eq. 7; low and high apart: 2503.14476, eq. 8
@@ -26,9 +20,7 @@ The actor's loss of all policy-gradient methods: they differ in their advantages
     loss       policy x importance weight + kl_coef * KL(policy, base model)
                - entropy_coef * entropy                                   1707.06347, eq. 9
 
-each averaged as `loss_agg_mode` says, over the whole mini-batch, however it is cut into micro-batches.
-
-Runs compared with the other runs of their group: what grpo, rloo and multi_step_grpo share.
+Each term is averaged by `loss_agg_mode` over the whole mini-batch, whatever its micro-batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,19 +36,18 @@ from tuneloop.trainer.transfer import hand_over
 
 
 class Moments(NamedTuple):
-    """Running mean and mean square of something, and the weight of what they are made of: below 1 until enough came."""
+    """Running mean and mean square, and their weight, which approaches 1."""
 
     mean: float
     square: float
     weight: float
 
 
-#: Moments by what they are of; the trainer keeps them from step to step, and in the checkpoint.
-Baselines = Mapping[str, Moments]
+Baselines = Mapping[str, Moments]  # moments by name; the trainer keeps them across steps and in the checkpoint
 
 
 def update_moments(before: Moments | None, seen_C: Tensor, *, decay: float) -> Moments:
-    """The moments after another batch: exponentially weighted, and unbiased from the first one on (Adam's way)."""
+    """Exponentially weighted moments, unbiased from the first batch on (as Adam's)."""
     mean, square, weight = before or Moments(0.0, 0.0, 0.0)
     return Moments(
         decay * mean + (1 - decay) * float(seen_C.double().mean()),
@@ -66,7 +57,6 @@ def update_moments(before: Moments | None, seen_C: Tensor, *, decay: float) -> M
 
 
 def mean_of(moments: Moments) -> float:
-    """The mean."""
     return moments.mean / moments.weight
 
 
@@ -75,12 +65,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRewards:
-    """The replies of a batch, C of them; a sequence of a trajectory has several.
+    """The C replies of a batch; a trajectory's sequence has several.
 
-    `rewards_C` are as the settings divide, clip and scale them. `rows_C`, `runs_C` and `groups_C` number a call's
-    sequence, run and group; `last_C` is true of the last call of a run; `tasks` name what a reward is compared with.
-    `of_BR` is the call of each action token, -1 elsewhere; `ends_BR` is true where a reward is paid: at the end of each
-    call, or, if a trajectory is rewarded as a whole, of each sequence.
+    `rewards_C` are credited, clipped and scaled by the settings. `rows_C`, `runs_C` and `groups_C` number each call's
+    sequence, run and group; `last_C` marks a run's last call; `tasks` are the keys of baselines. `of_BR` is the call of
+    each action token, otherwise -1; `ends_BR` marks where rewards are paid: the end of each call or, for a reward per
+    trajectory, of each sequence.
     """
 
     rewards_C: Tensor
@@ -93,28 +83,26 @@ class CallRewards:
     ends_BR: Tensor
 
     def spread(self, each_C: Tensor) -> Tensor:
-        """A call's number at each of its tokens, 0 elsewhere."""
+        """A value per call at each of its tokens, 0 elsewhere."""
         return each_C[self.of_BR.clamp(min=0)].masked_fill(self.of_BR < 0, 0)
 
     def of_runs(self, each_K: Tensor) -> Tensor:
-        """A run's number at each token of all its calls, 0 elsewhere."""
+        """A value per run at each token of its calls, 0 elsewhere."""
         return self.spread(each_K.to(self.rewards_C.dtype)[self.runs_C])
 
     @property
     def paid_BR(self) -> Tensor:
-        """The rewards where they are paid, 0 elsewhere."""
         return self.spread(self.rewards_C) * self.ends_BR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """Constants of one step; None is what the algorithm did not ask for.
+    """Constants of one step; None if the algorithm does not need them.
 
     Log-probabilities as sampled, of the actor at the `start` of the step, of the reference and of the teacher; the
-    critic's old values; what was made of the rewards; importance `weights` (0: the token is left out). `fresh_BR` is
-    true of tokens that the very weights of the start sampled. `signs_B` is 1 for what to say rather, -1 for what not
-    to; `units_B` numbers, from 0, what stays in one mini- and micro-batch; `divergence` is KL(policy || base model),
-    per sequence.
+    critic's old values; advantages and returns; importance `weights` (0 drops the token). `fresh_BR` marks tokens
+    sampled by exactly the start's weights. `signs_B` is 1 for replies to raise, -1 to lower; `units_B` numbers rows
+    that stay in one mini- and micro-batch; `divergence` is KL(policy || base model) per sequence.
     """
 
     mask_BR: Tensor
@@ -132,7 +120,7 @@ class Targets:
     divergence: Tensor | None = None
 
     def rows(self, index_B: Tensor, like_BR: Tensor) -> Self:
-        """The sequences `index_B`, cut to the width and put on the device of `like_BR`."""
+        """The sequences `index_B`, with the width and device of `like_BR`."""
         cut: dict[str, Tensor | None] = {}
         for name in (field.name for field in fields(self)):
             each: Tensor | None = getattr(self, name)
@@ -145,7 +133,7 @@ class Targets:
 
     @property
     def totals(self) -> "Totals":
-        """The denominators, if these are the targets of a whole mini-batch."""
+        """The denominators of a whole mini-batch."""
         rows = len(self.mask_BR)
         units = rows if self.units_B is None else len(set(self.units_B.tolist()))
         desirable = 0 if self.signs_B is None else int((self.signs_B > 0).sum())
@@ -153,10 +141,14 @@ class Targets:
         return Totals(int(self.mask_BR.sum()), rows, units, desirable, fresh)
 
 
-class Totals(NamedTuple):
-    """What a mean divides by: the action tokens, sequences and units of a mini-batch, over all its micro-batches.
+#: Targets and baselines after `prepare`.
+Prepared = tuple[Targets, Baselines]
 
-    `desirable` are the sequences whose sign is 1, `fresh` the action tokens that the weights of the start sampled.
+
+class Totals(NamedTuple):
+    """Denominators: action tokens, sequences and units of a mini-batch, over all its micro-batches.
+
+    `desirable` counts sequences of sign 1, `fresh` the action tokens that the start's weights sampled.
     """
 
     tokens: int
@@ -167,47 +159,46 @@ class Totals(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A micro-batch's share in a mini-batch's loss and metrics: summed over the micro-batches they are whole."""
+    """A micro-batch's share of a mini-batch's loss and metrics; the shares add up."""
 
     value: Tensor
     metrics: Mapping[str, Tensor]
 
 
 def require(each: _T | None) -> _T:
-    """What the algorithm asked for."""
+    """Raises LookupError for a target that the algorithm did not require."""
     if each is None:
-        raise LookupError("an algorithm looks at what it did not ask for")
+        raise LookupError("an algorithm uses a target that it did not require")
     return each
 
 
 def sequence_sums(each_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """The sum over each sequence's action tokens, in float64: float32 loses the sign of small differences."""
+    """Sums over each sequence's action tokens, in float64: float32 loses the sign of small differences."""
     return torch.where(mask_BR, each_BR, 0.0).double().sum(1)
 
 
 def log_ratios(targets: Targets, logprobs_BR: Tensor) -> Tensor:
-    """Of each sequence, log(policy / base model), of shape B in float64."""
+    """log(policy / base model) of each sequence, of shape B in float64."""
     return sequence_sums(logprobs_BR, targets.mask_BR) - sequence_sums(require(targets.reference_BR), targets.mask_BR)
 
 
-#: A log-ratio beyond this is cut, so that its exponential stays finite in float32.
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # log-ratios are clamped to this, so that their exponential stays finite in float32
 
 
 def token_mean(each_BR: Tensor, mask_BR: Tensor, tokens: int) -> Tensor:
-    """The sum over the mask, divided by `tokens`: action tokens of the whole mini-batch, not this micro-batch."""
+    """The sum over the mask divided by `tokens`, the action tokens of the whole mini-batch."""
     return torch.where(mask_BR, each_BR, 0.0).sum() / tokens
 
 
 def aggregate(algorithm: AlgorithmSettings, each_BR: Tensor, mask_BR: Tensor, totals: Totals) -> Tensor:
-    """A micro-batch's share in the mean of a mini-batch, by `loss_agg_mode` (the names are verl's).
+    """A micro-batch's share of the mini-batch's mean, by `loss_agg_mode` (verl's names).
 
         token-mean                 sum / tokens                               DAPO, arXiv 2503.14476, eq. 8
         seq-mean-token-sum         sum / sequences
         seq-mean-token-mean        mean of each sequence, their mean          GRPO, 2402.03300, eq. 3
         seq-mean-token-sum-norm    sum / (sequences x loss_horizon)           Dr. GRPO, 2503.20783, section 3.2
 
-    verl's own last mode divides by the width of the padding where no horizon is given.
+    Without a horizon, verl's last mode divides by the padded width.
     """
     if algorithm.loss_agg_mode == "token-mean":
         return token_mean(each_BR, mask_BR, totals.tokens)
@@ -227,12 +218,11 @@ def aggregate(algorithm: AlgorithmSettings, each_BR: Tensor, mask_BR: Tensor, to
 def gae(
     rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor, ends_BR: Tensor | None = None, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438) over the action tokens only: (advantages, returns).
+    """Generalised advantage estimation (arXiv 1506.02438) over action tokens: advantages, returns; 0 outside the mask.
 
-    A token outside the mask is no time step: value and advantage are carried past it. What comes after one of
-    `ends_BR` belongs to another episode; None: a sequence is one. Both results are 0 outside the mask.
+    Tokens outside the mask are no time steps. An episode ends at each of `ends_BR`; None: with the sequence.
     """
-    # Token by token there is little to do, and numpy begins sooner than torch.
+    # Token by token, numpy has less overhead than torch.
     rewards_RB, values_RB, mask_RB = (np.ascontiguousarray(each.numpy().T) for each in (rewards_BR, values_BR, mask_BR))
     ends_RB = None if ends_BR is None else ends_BR.numpy().T
     advantages_RB = np.zeros_like(values_RB)
@@ -250,7 +240,7 @@ def gae(
 
 
 def whiten(each_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """Shifted to mean 0 and scaled to variance 1 over the mask, 0 outside; fewer than two tokens stay as they are."""
+    """Scale to mean 0 and variance 1 over the mask, 0 outside; fewer than two tokens stay as they are."""
     inside_N = each_BR[mask_BR]
     if len(inside_N) < 2:
         return torch.where(mask_BR, each_BR, 0.0)
@@ -259,9 +249,9 @@ def whiten(each_BR: Tensor, mask_BR: Tensor) -> Tensor:
 
 
 def kl(logprobs_BR: Tensor, reference_BR: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Per token, an estimate of KL(policy || reference) from tokens of the policy (joschu.net/blog/kl-approx.html).
+    """An estimate of KL(policy || reference) per token of the policy (joschu.net/blog/kl-approx.html).
 
-    As a loss, k2 has the gradient of the true divergence; k1's has mean 0, k3's is that of the forward divergence.
+    As a loss, k2 has the gradient of the true divergence; k1's has mean 0, k3's is the forward divergence's.
     """
     difference_BR = (logprobs_BR - reference_BR).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     match estimator:
@@ -276,7 +266,7 @@ def kl(logprobs_BR: Tensor, reference_BR: Tensor, estimator: Literal["k1", "k2",
 
 
 def explained_variance(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -> Tensor:
-    """1 for a critic that knows the returns, 0 for one that knows their mean, and 0 where returns do not vary."""
+    """1 for exact values, 0 for their mean and for constant returns."""
     returns_N = returns_BR[mask_BR]
     if len(returns_N) < 2:
         return returns_BR.new_zeros(())
@@ -285,14 +275,13 @@ def explained_variance(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -
 
 
 def needs_start(options: OffPolicySettings) -> bool:
-    """Whether the log-probabilities at the start of the step are looked at."""
     return options.proximal == "recomputed" or options.correction == "mask"
 
 
 def importance_weights(
     options: OffPolicySettings, start_BR: Tensor, sampled_BR: Tensor, mask_BR: Tensor
 ) -> tuple[Tensor, Mapping[str, float]]:
-    """The weight of each token, 0 outside the mask, and what can be said of them."""
+    """The weight of each token, 0 outside the mask, and metrics of the weights."""
     log_ratio_BR = torch.where(mask_BR, start_BR - sampled_BR, 0.0)
     ratio_BR = log_ratio_BR.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     within_BR = (ratio_BR >= options.low) & (ratio_BR <= options.high)
@@ -307,7 +296,7 @@ def importance_weights(
     weights_BR = torch.where(mask_BR, weights_BR, 0.0)
     weights_N = weights_BR[mask_BR]
     squares = weights_N.square().sum()
-    # Kish's, as a share of the tokens.
+    # Kish's effective sample size, as a share of the tokens.
     size = weights_N.sum().square() / squares / len(weights_N) if squares > 0 else 0.0
     return weights_BR, {
         "off_policy/weight_mean": float(ratio_BR[mask_BR].mean()),
@@ -320,7 +309,7 @@ def importance_weights(
 def clipped_policy_loss(
     log_ratio_BR: Tensor, advantages_BR: Tensor, *, low: float, high: float, dual: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Per token: the loss, and whether the clip to [1 - low, 1 + high] decided it."""
+    """The loss per token, and whether the clip to [1 - low, 1 + high] applied."""
     ratio_BR = log_ratio_BR.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     free_BR = -advantages_BR * ratio_BR
     held_BR = -advantages_BR * ratio_BR.clamp(1 - low, 1 + high)
@@ -330,19 +319,17 @@ def clipped_policy_loss(
     return loss_BR, held_BR > free_BR
 
 
-#: From log-ratios, log-probabilities and targets: per token the policy's loss, and whether its clip decided it.
+#: From log-ratios, log-probabilities and targets: the policy loss per token, and whether its clip applied.
 PolicyLoss = Callable[[AlgorithmSettings, Tensor, Tensor, Targets], tuple[Tensor, Tensor]]
 
 
 def high_clip(algorithm: AlgorithmSettings) -> float:
-    """How far above 1 the ratio may move the policy."""
     return algorithm.clip_range if algorithm.clip_range_high is None else algorithm.clip_range_high
 
 
 def ppo_policy_loss(
     algorithm: AlgorithmSettings, log_ratio_BR: Tensor, logprobs_BR: Tensor, targets: Targets
 ) -> tuple[Tensor, Tensor]:
-    """PPO's, of each token by itself."""
     return clipped_policy_loss(
         log_ratio_BR,
         require(targets.advantages_BR),
@@ -374,7 +361,7 @@ def surrogate(
     if targets.weights_BR is not None:
         policy_BR = policy_BR * targets.weights_BR
     loss = average(policy_BR)
-    if algorithm.entropy_coef:  # Times 0 it would have a gradient, of nothing, that costs as much as any.
+    if algorithm.entropy_coef:  # times 0 it would still cost a backward pass
         loss = loss - algorithm.entropy_coef * average(entropy_BR)
     mismatch_BR = kl(targets.sampled_BR, logprobs_BR, "k3")
     metrics = {
@@ -395,7 +382,7 @@ def surrogate(
 
 
 def subtract_kl_penalty(algorithm: AlgorithmSettings, targets: Targets, paid_BR: Tensor) -> Tensor:
-    """The rewards, less `kl_coef` times each token's divergence from the base model if that counts in the reward."""
+    """The rewards, less `kl_coef` times each token's divergence with `kl_in: reward`."""
     if algorithm.kl_in != "reward" or targets.reference_BR is None:
         return paid_BR
     policy_BR = targets.sampled_BR if targets.start_BR is None else targets.start_BR
@@ -403,49 +390,46 @@ def subtract_kl_penalty(algorithm: AlgorithmSettings, targets: Targets, paid_BR:
     return torch.where(targets.mask_BR, paid_BR - algorithm.kl_coef * divergence_BR, 0.0)
 
 
-#: What is added to a standard deviation before anything is divided by it: verl's number; TRL's is 1e-4.
-EPSILON = 1e-6
+EPSILON = 1e-6  # added to a standard deviation before division, as in verl; TRL adds 1e-4
 
 
 class RunScores(NamedTuple):
-    """A score of each run, in float64, and the number of its group."""
+    """The score of each run, in float64, and its group."""
 
     scores_K: Tensor
     groups_K: Tensor
 
     @classmethod
     def of_means(cls, algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards) -> Self:
-        """The mean of the rewards of a run's calls."""
         rewards_K = sums(calls.rewards_C, calls.runs_C) / counts(calls.runs_C)
         return cls._of(rewards_K, algorithm, targets, calls)
 
     @classmethod
     def of_last(cls, algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards) -> Self:
-        """The reward of a run's last call."""
         rewards_K = sums(torch.where(calls.last_C, calls.rewards_C, 0.0), calls.runs_C)
         return cls._of(rewards_K, algorithm, targets, calls)
 
     @classmethod
     def _of(cls, rewards_K: Tensor, algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards) -> Self:
-        """With `kl_in: reward` a run pays for the divergence of all its tokens."""
+        """With `kl_in: reward`, add the penalties of all calls."""
         paid_K = sums(kl_penalties(algorithm, targets, calls), calls.runs_C)
         groups_K = torch.zeros(len(rewards_K), dtype=torch.long).index_copy(0, calls.runs_C, calls.groups_C)
         return cls(rewards_K + paid_K, groups_K)
 
     @property
     def sizes_K(self) -> Tensor:
-        """How many runs there are in each run's group."""
+        """The number of runs in each run's group."""
         return counts(self.groups_K)[self.groups_K]
 
     def centre(self) -> Tensor:
-        """Less the mean of the group; exactly 0 for a run that is alone, and where all of a group have one score."""
+        """Subtract the group's mean; exactly 0 for a lone run and for groups of equal scores."""
         means_G = sums(self.scores_K, self.groups_K) / counts(self.groups_K)
         first_G = torch.zeros_like(means_G).index_copy(0, self.groups_K, self.scores_K)
         unlike_G = sums((self.scores_K != first_G[self.groups_K]).double(), self.groups_K)
         return torch.where(unlike_G[self.groups_K] > 0, self.scores_K - means_G[self.groups_K], 0.0)
 
     def scale(self, by: Literal["group", "batch", "none"]) -> Tensor:
-        """Less the mean of the group, divided by a standard deviation (n - 1): of the group or of all the scores."""
+        """Centre, and divide by a standard deviation (n - 1) of the group or of the batch."""
         centred_K = self.centre()
         match by:
             case "none":
@@ -459,7 +443,7 @@ class RunScores(NamedTuple):
 
 
 def kl_penalties(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards) -> Tensor:
-    """What each call pays, with `kl_in: reward`, for its tokens' divergence from the base model; of shape C, <= 0."""
+    """Each call's penalty with `kl_in: reward` for its tokens' divergence; of shape C, <= 0."""
     paid_BR = subtract_kl_penalty(algorithm, targets, torch.zeros_like(targets.sampled_BR))
     inside_BR = calls.of_BR >= 0
     nothing_C = torch.zeros(len(calls.rewards_C), dtype=torch.float64)
@@ -467,10 +451,9 @@ def kl_penalties(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewa
 
 
 def sums(each: Tensor, of: Tensor) -> Tensor:
-    """In float64, the sum of what has each number from 0 to the largest of `of`."""
+    """Sums in float64 by the numbers of `of`."""
     return torch.zeros(int(of.max()) + 1, dtype=torch.float64).index_add(0, of, each.double())
 
 
 def counts(of: Tensor) -> Tensor:
-    """How often each number occurs."""
     return torch.bincount(of)

@@ -1,1 +1,1 @@
-"""From leased experiences to batches: selection, sequences, credit, tensors."""
+"""Batches made of leased experiences: selection, sequences, credit, tensors."""

@@ -1,9 +1,9 @@
-"""Batches: token sequences as tensors, and their division into micro-batches.
+"""Builds batches: token sequences as tensors, their micro-batches, and the credit of calls.
 
 Dimensions, written as suffixes of tensors throughout the trainer:
     B sequences   T positions of prompt and reply   R positions from the first reply token on
     N all reply tokens, sequence after sequence   C replies ("calls"; a merged sequence has several)
-    D width of the model   V vocabulary
+    P positions that a model reads, padding included   D width of the model   V vocabulary
     K sets of tokens that a grammar allows   W words of 32 bits, one bit for each token of the vocabulary
     L sets of tokens that truncation left   S the most of them in one set
 T and R are padded on the right. A reply 4 5 to the prompt 7 8 9, padded to T = 6 and R = 3:
@@ -11,28 +11,16 @@ T and R are padded on the right. A reply 4 5 to the prompt 7 8 9, padded to T = 
     predicts_BT  . . x x . .     the positions whose next token is a reply token
     replies_BR   4 5 0
     mask_BR      x x .
-In a merged sequence the mask has holes, where messages of users or tools stand between two replies.
 
-Token sequences: what a model reads in training, and which of its tokens are learnt from.
+Calls of a run that extend each other's prompt become one sequence, which contains each prompt once. The mask of a
+merged sequence has holes for messages of users and tools, and for redacted tokens, which another token replaces so that
+all others keep their position. Models read sequences side by side in one row, or, for a few models, padded. Batches are
+made on the CPU: on a GPU each micro-batch would wait for it.
 
-The calls of a run that extend each other's prompt become one sequence, in which the first prompt is read once: user's
-turns and tools' results lie between the replies, and are not learnt from. Nor is what was redacted: another token
-stands in the place of each, so that all others keep their position.
-
-Micro-batches as the models read them: sequences side by side in one row, or, for a few models, padded.
-
-Beside the dimensions above:
-    P positions that a model reads: all tokens, sequence after sequence, and the padding where there is any
-
-All is made on the CPU: to make it on a GPU would wait for it at every micro-batch.
-
-Credit: what each call of a batch is rewarded with, and where in its sequence that is paid.
-
-call         its own reward, at its end: what came after it does not count
-trajectory   the reward of its run's last call, paid once, at the end of the sequence
-discounted   the reward of its run's last call, times `turn_discount` for each call after it, at its end
-
-What a batch says of itself, under the names that verl and Trinity-RFT use.
+Credit is the reward of each call and the place where it is paid:
+    call         its own reward, at its end
+    trajectory   the reward of the run's last call, once, at the end of the sequence
+    discounted   the reward of the run's last call, times `turn_discount` per later call, at the call's end
 """
 
 from collections import defaultdict
@@ -54,16 +42,15 @@ from tuneloop.shared.settings.algorithm import AlgorithmSettings
 from tuneloop.trainer.algorithms.terms import CallRewards
 from tuneloop.trainer.transfer import hand_over
 
-#: Is read where a token was redacted. Every vocabulary has it.
-_STAND_IN = 0
+_STAND_IN = 0  # replaces a redacted token; each vocabulary has it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenSequence:
-    """Some calls in one row of tokens.
+    """Calls in one row of tokens.
 
-    Four arrays of the same length: token ids; for each token the index in `calls` of the reply that it is of, -1 if of
-    none; log-probability as sampled (0 if of none); temperature (1 if of none).
+    Four arrays of equal length: token ids; the index in `calls` of each token's reply, otherwise -1; the
+    log-probability as sampled, otherwise 0; the temperature, otherwise 1.
     """
 
     ids: Int32s
@@ -74,7 +61,6 @@ class TokenSequence:
 
     @classmethod
     def alone(cls, sample: Sample) -> Self:
-        """One call."""
         nothing = cls(
             ids=np.zeros(0, np.int32),
             of=np.zeros(0, np.int32),
@@ -85,12 +71,10 @@ class TokenSequence:
         return nothing.then(sample)
 
     def goes_on_in(self, sample: Sample) -> bool:
-        """Whether the call's prompt begins with all of this."""
         length = len(self.ids)
         return len(sample.prompt_ids) >= length and np.array_equal(_readable(sample.prompt_ids[:length]), self.ids)
 
     def then(self, sample: Sample) -> Self:
-        """This, and then a call that it goes on in."""
         between, reply = sample.prompt_ids[len(self.ids) :], sample.completion_ids
         quiet, known = len(between), reply != REDACTED
         nothing, zero, one = np.int32(-1), np.float32(0), np.float32(1)
@@ -106,7 +90,6 @@ class TokenSequence:
 
     @property
     def start(self) -> int:
-        """Where the first reply begins."""
         return int(np.argmax(self.of >= 0))
 
 
@@ -115,19 +98,19 @@ def _readable(ids: Int32s) -> Int32s:
 
 
 def run_of(sample: Sample) -> tuple[str, ...]:
-    """What the calls of one run have in common; a reply that names no run is a run of its own."""
+    """The key of a run; a reply without one is its own run."""
     if sample.task_id is None or sample.run_id is None:
         return (str(sample.id),)
     return (sample.tenant, sample.task_id, sample.run_id)
 
 
 def when_sampled(sample: Sample) -> tuple[float, int]:
-    """The order of calls: by the time of their requests, for their rows may be numbered in another."""
+    """Order of calls by request time, since row numbers may differ."""
     return sample.sampled_at, sample.id
 
 
 def assemble(samples: Iterable[Sample], *, merge: bool) -> list[TokenSequence]:
-    """Sequences of the samples; with `merge`, calls of one run that extend each other's prompt share one."""
+    """Sequences of the samples; with `merge`, calls of a run that extend each other's prompt share one."""
     if not merge:
         return [TokenSequence.alone(sample) for sample in samples]
     merged = [calls for run in runs(samples).values() for calls in merge_calls(run)]
@@ -135,7 +118,6 @@ def assemble(samples: Iterable[Sample], *, merge: bool) -> list[TokenSequence]:
 
 
 def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
-    """The samples by their run, in the order in which they were sampled."""
     found: defaultdict[tuple[str, ...], list[Sample]] = defaultdict(list)
     for sample in samples:
         found[run_of(sample)].append(sample)
@@ -143,10 +125,10 @@ def runs(samples: Iterable[Sample]) -> dict[tuple[str, ...], list[Sample]]:
 
 
 def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
-    """Those calls of a run that were repeated, and whose replies no later call continues.
+    """Calls of a run that were repeated, and whose replies no later call continues.
 
-    Of replies to one and the same prompt those are kept that a later prompt of the run contains; if there is none,
-    those of the last request. Several choices of one request are all kept unless a later prompt contains one of them.
+    Of replies to one prompt, those in a later prompt of the run are kept, otherwise those of the last request. Choices
+    of one request are all kept unless a later prompt contains one of them.
     """
     same_prompt: defaultdict[bytes, list[Sample]] = defaultdict(list)
     for call in calls:
@@ -166,7 +148,7 @@ def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
 
 
 def with_completion(sample: Sample, ids: Sequence[int]) -> Sample:
-    """The sample with another reply, which was not sampled from the policy: its log-probabilities are 0."""
+    """The sample with another reply, which the policy did not sample: its log-probabilities are 0."""
     return msgspec.structs.replace(
         sample,
         completion_ids=np.array(ids, np.int32),
@@ -180,12 +162,11 @@ def with_completion(sample: Sample, ids: Sequence[int]) -> Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Some sequences as tensors. `lengths_B` counts the tokens of prompt and reply together.
+    """Sequences as tensors. `lengths_B` counts the tokens of prompt and reply.
 
-    `held_BR` is there where a grammar or truncation held some reply: at each of its tokens the set in `allowed_KW`, or,
-    from -2 down, the one in `left_LS` (whose padding is -1); -1 where all tokens were allowed.
-
-    `calls_BR` numbers the replies of the whole batch, sequence after sequence: of which one a token is, -1 if of none.
+    `held_BR` exists if a grammar or truncation restricted a reply: at each token its set in `allowed_KW` or, from -2
+    down, in `left_LS` (padded by -1); -1 where all tokens were allowed. `calls_BR` numbers the replies of the batch per
+    token, otherwise -1.
     """
 
     ids_BT: Tensor
@@ -202,11 +183,10 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """How many reply tokens there are."""
         return int(self.mask_BR.sum())
 
     def rows(self, index_B: Tensor) -> "Batch":
-        """The sequences `index_B`, without the padding that they do not need."""
+        """The sequences `index_B`, without unnecessary padding."""
         lengths_B, mask_BR = self.lengths_B[index_B], self.mask_BR[index_B]
         widths = {"T": int(lengths_B.max()), "R": (int(mask_BR.any(0).nonzero().max()) + 1)}
         cut: dict[str, Tensor | None] = {"allowed_KW": self.allowed_KW, "left_LS": self.left_LS}
@@ -215,7 +195,7 @@ class Batch:
             if each_B is not None and field.name not in cut:
                 each_B = each_B[index_B]
                 cut[field.name] = each_B if each_B.dim() == 1 else each_B[:, : widths[field.name[-1]]]
-        if self.left_LS is not None and (held_BR := cut["held_BR"]) is not None:  # nearly every token has its own set
+        if self.left_LS is not None and (held_BR := cut["held_BR"]) is not None:  # nearly each token has its own set
             used_L, at = torch.unique(-2 - held_BR[held_BR < -1], return_inverse=True)
             cut["held_BR"] = held_BR.masked_scatter(held_BR < -1, -2 - at)
             cut["left_LS"] = self.left_LS[used_L] if len(used_L) else None
@@ -247,7 +227,7 @@ def collate(sequences: Sequence[TokenSequence]) -> Batch:
 
 
 def all_but_first(ids: Sequence[int]) -> Batch:
-    """One sequence, each of whose tokens but the first is as if of a reply, at temperature 1."""
+    """One sequence whose tokens but the first count as a reply at temperature 1."""
     ids_BT = torch.tensor([ids])
     like_BR = torch.zeros(1, len(ids) - 1)
     return Batch(
@@ -265,7 +245,7 @@ def all_but_first(ids: Sequence[int]) -> Batch:
 def _grammar_tensors(
     sequences: Sequence[TokenSequence], tails: Sequence[Int32s]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`held_BR`, `allowed_KW` and `left_LS` of a batch. Replies to one agent share most of their sets."""
+    """`held_BR`, `allowed_KW` and `left_LS`. Replies to one agent share most of their sets."""
     if all(call.allowed is None for sequence in sequences for call in sequence.calls):
         return None, None, None
     sets: dict[bytes, int] = {}
@@ -292,10 +272,10 @@ def _grammar_tensors(
 def micro_batches(
     lengths_B: Tensor, budget: int, units_B: Tensor | None = None, *, padded: bool = False
 ) -> list[Tensor]:
-    """The sequences' indices in groups of at most `budget` tokens together; a longer one stands alone.
+    """Indices of sequences in groups of at most `budget` tokens; a longer sequence is alone.
 
-    The longest come first, each into the first group that has room. Sequences of one unit stay together. With `padded`
-    the budget is of positions, padding included, and like goes with like.
+    First fit, longest first. Sequences of one unit stay together. With `padded` the budget includes padding, and
+    similar lengths are grouped.
     """
     groups: list[list[int]] = []
     sizes: list[int] = []
@@ -303,7 +283,7 @@ def micro_batches(
     for unit in _longest_first(lengths_B, units_B):
         longest, tokens = int(lengths_B[unit].max()), int(lengths_B[unit].sum())
         if padded:
-            # Groups come from the longest down, so that a later sequence is no wider than those before it.
+            # Sorted by length, so later sequences are no wider than the group's first.
             at = len(groups) - 1 if groups and (len(groups[-1]) + len(unit)) * widest <= budget else None
             widest = longest if at is None else widest
         else:
@@ -318,10 +298,10 @@ def micro_batches(
 
 
 def share_of(rank: int, size: int, lengths_B: Tensor, units_B: Tensor | None = None, *, width: int) -> Tensor:
-    """The indices of one rank's sequences, so that `size` ranks have about as much to do; there may be none.
+    """Indices of one rank's sequences, possibly none, so that `size` ranks have similar work.
 
-    The dearest unit comes first, each to the rank that has least. In a model of this `width` attention takes as long as
-    all else at 12 x width tokens.
+    The costliest unit goes first, to the least loaded rank. In a model of this `width` attention takes as long as all
+    else at 12 x width tokens.
     """
     if size == 1:
         return torch.arange(len(lengths_B))
@@ -337,7 +317,7 @@ def share_of(rank: int, size: int, lengths_B: Tensor, units_B: Tensor | None = N
 
 
 def mini_batches(rows: int, count: int, units_B: Tensor | None, generator: torch.Generator) -> list[Tensor]:
-    """The sequences' indices, shuffled and cut into `count` parts; sequences of one unit stay together."""
+    """Shuffled indices in `count` parts; sequences of one unit stay together."""
     units = rows if units_B is None else int(units_B.max()) + 1
     parts = torch.randperm(units, generator=generator).tensor_split(min(count, units))
     if units_B is None:
@@ -346,7 +326,7 @@ def mini_batches(rows: int, count: int, units_B: Tensor | None, generator: torch
 
 
 def scatter_tokens(flat_N: Tensor, mask_BR: Tensor) -> Tensor:
-    """One number per reply token, put back in its place; the mask is best on the CPU, where nothing waits."""
+    """Put a value per reply token back in place; a mask on the CPU avoids waiting."""
     places_N = hand_over(mask_BR.flatten().nonzero()[:, 0], flat_N.device)
     return flat_N.new_zeros(mask_BR.numel()).index_copy(0, places_N, flat_N).view(mask_BR.shape)
 
@@ -368,10 +348,10 @@ def _pad(rows: Iterable[npt.NDArray[np.generic]], filler: float = 0) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What a model is given: `ids_BT` and the position of each, one row if they are packed.
+    """A model's input: `ids_BT` and their positions, in one row if packed.
 
-    `predicts_N` are the places, in the rows one after the other, whose next token is a reply token; `lengths` are those
-    of the sequences in a packed row, empty where they are padded.
+    `predicts_N` are the flat places whose next token is a reply token; `lengths` are those of the packed sequences,
+    empty if padded.
     """
 
     ids_BT: Tensor
@@ -381,13 +361,12 @@ class Rows:
 
     @property
     def processed(self) -> int:
-        """How many positions a model reads."""
         return self.ids_BT.numel()
 
     def part(self, place: int, count: int) -> tuple["Rows", slice]:
-        """The part `place` of `count` equal ones of a packed row, and which of the reply tokens it predicts.
+        """Part `place` of `count` equal parts of a packed row, and its slice of the reply tokens.
 
-        Its `lengths` are those of the whole row, which an unused sequence makes long enough.
+        `lengths` stay the whole row's, with a dummy sequence for the padding.
         """
         missing = -self.processed % count
         ids_T = torch.nn.functional.pad(self.ids_BT[0], (0, missing))
@@ -406,25 +385,23 @@ class Rows:
 
 @dataclass(slots=True)
 class Positions:
-    """How many positions were read, and how many of them are tokens of a sequence."""
+    """Counts positions read, and those with a token of a sequence."""
 
     processed: int = 0
     useful: int = 0
 
     def add(self, rows: Rows, batch: Batch, place: int = 0) -> None:
-        """Count what is read. Of ranks that share a row the one in the first place has counted what is useful."""
+        """Of ranks that share a row, only the first counts the useful positions."""
         self.processed += rows.processed
         self.useful += int(batch.lengths_B.sum()) if place == 0 else 0
 
 
 def count_positions(counts: Iterable[Positions]) -> dict[str, float]:
-    """How many positions were read, and in how many of them a token of a sequence stood."""
     counted = list(counts)
     return {"processed": sum(each.processed for each in counted), "useful": sum(each.useful for each in counted)}
 
 
 def packed_rows(batch: Batch) -> Rows:
-    """All sequences in one row."""
     positions_T = torch.arange(batch.ids_BT.shape[1])
     real_BT = positions_T < batch.lengths_B[:, None]
     return Rows(
@@ -436,7 +413,6 @@ def packed_rows(batch: Batch) -> Rows:
 
 
 def padded_rows(batch: Batch) -> Rows:
-    """A row for each sequence."""
     return Rows(
         ids_BT=batch.ids_BT,
         positions_BT=torch.arange(batch.ids_BT.shape[1]).expand(batch.ids_BT.shape),
@@ -448,7 +424,7 @@ def padded_rows(batch: Batch) -> Rows:
 def calls_of(
     algorithm: AlgorithmSettings, sequences: Sequence[TokenSequence], batch: Batch, limit: int | None
 ) -> CallRewards:
-    """The calls of a batch: credited, then punished for their length. `limit`: the most tokens of a reply, if known."""
+    """The calls of a batch, credited and punished for length. `limit`: the most tokens of a reply, if known."""
     calls = [call for sequence in sequences for call in sequence.calls]
     runs: dict[tuple[str, ...], list[int]] = {}
     for number in sorted(range(len(calls)), key=lambda number: when_sampled(calls[number])):
@@ -482,11 +458,11 @@ def calls_of(
 
 
 def _ends(batch: Batch, *, whole: bool) -> Tensor:
-    """The last token of each call, or, of `whole` sequences, the last token that is learnt from."""
+    """The last token of each call or, of `whole` sequences, the last trained token."""
     calls_BR = batch.calls_BR
     positions_R = torch.arange(calls_BR.shape[1])
     if not whole:
-        # A call may have holes, where it was redacted. The last number is of the tokens that are of no call.
+        # A redacted call has holes. The last entry is for tokens of no call.
         last_C = torch.full((int(calls_BR.max()) + 2,), -1)
         last_C.scatter_reduce_(0, calls_BR.flatten() % len(last_C), positions_R.expand_as(calls_BR).flatten(), "amax")
         return batch.mask_BR & (positions_R == last_C[calls_BR])
@@ -498,7 +474,7 @@ Metrics = dict[str, float]
 
 
 def of_samples(samples: Sequence[Sample], *, version: int, group_size: int = 0) -> Metrics:
-    """Rewards, lengths and age of the samples, as `version`'s successor meets them; the share of groups in part."""
+    """Metrics of rewards, lengths and staleness relative to `version`, and the share of partial groups."""
     groups: dict[int | None, set[tuple[str, ...]]] = {}
     for sample in samples if group_size else ():
         groups.setdefault(sample.group_id, set()).add(run_of(sample))

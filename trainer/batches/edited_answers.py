@@ -1,7 +1,7 @@
-"""Edited answers as token ids, standing where the chat template puts an answer.
+"""Encodes edited answers as token ids, at the place where the chat template puts an answer.
 
-A prompt of a model that thinks may end inside a think block, behind one, or where the model begins one. The prompt's
-end says which, and the template, rendered with a short conversation, how an answer goes on from there.
+A thinking model's prompt may end inside a think block, after one, or before it. The prompt's end tells which, and the
+template, rendered with a short conversation, how an answer continues it.
 """
 
 import json
@@ -17,13 +17,10 @@ from tuneloop.shared.experience import REDACTED, Sample, message_of
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 
-#: Stands for the answer's text while the template is rendered.
-_TEXT = "tuneloop-answer"
+_TEXT = "tuneloop-answer"  # placeholder of the answer's text in a rendered template
+_TAIL = 2048  # tokens at a prompt's end that are decoded
 
-#: Tokens at the end of a prompt that are read.
-_TAIL = 2048
-
-#: By what a request switches thinking on and off, whatever the template calls it.
+#: Template arguments that switch thinking on and off.
 _SWITCHES: tuple[dict[str, Any], ...] = (
     {},
     *({name: on} for name in ("enable_thinking", "thinking") for on in (True, False)),
@@ -32,7 +29,7 @@ _SWITCHES: tuple[dict[str, Any], ...] = (
 _QUESTION = {"role": "user", "content": "x"}
 _CALL_ID = "call00000"
 
-#: What opens and closes a think block, as vLLM's reasoning parsers know it, where it is no tag of XML.
+#: Opening and closing marks of think blocks other than XML tags, as in vLLM's reasoning parsers.
 _MARKS = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
@@ -47,15 +44,13 @@ _UNKNOWN_PLACE = "where the chat template puts the edited answer, behind the thi
 
 
 class _Answer(NamedTuple):
-    """An edited answer in its parts."""
-
     text: str
     reasoning: str
     calls: list[dict[str, Any]]
 
 
 class _Marks(NamedTuple):
-    """What opens and closes a think block."""
+    """The opening and closing mark of a think block."""
 
     opens: str
     closes: str
@@ -65,9 +60,9 @@ class _Marks(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """What the template writes around an answer: before its text from the end of the prompt on, and behind it.
+    """The template's text around an answer: from the prompt's end to the answer's text, and after it.
 
-    `end`: the token that ends the turn, None if that is unknown.
+    `end`: the token that ends the turn, None if unknown.
     """
 
     lead: str
@@ -76,7 +71,7 @@ class _Turn(NamedTuple):
 
 
 def edited_answer_ids(sample: Sample, answer: str, settings: Settings) -> list[int] | str:
-    """The token ids of an edited answer, or why there are none."""
+    """The token ids of an edited answer, or the reason without any."""
     words = tokenizer_of(settings)
     ends = ends_of(settings.model.model_path, words)
     try:
@@ -87,7 +82,7 @@ def edited_answer_ids(sample: Sample, answer: str, settings: Settings) -> list[i
     text = turn.lead + parts.text + turn.rest
     try:
         text.encode()
-    except UnicodeEncodeError:  # JSON's escapes can name half of a surrogate pair, of which no tokenizer makes tokens.
+    except UnicodeEncodeError:  # JSON escapes allow unpaired surrogates
         return "the edited answer is not Unicode: half of a surrogate pair is in it"
     names = dict(zip(words.convert_ids_to_tokens(ends), ends, strict=True))
     own = int(sample.completion_ids[-1]) if len(sample.completion_ids) else None
@@ -96,12 +91,12 @@ def edited_answer_ids(sample: Sample, answer: str, settings: Settings) -> list[i
 
 
 class Unwritable(Exception):
-    """The answer cannot be written as tokens."""
+    pass
 
 
 @cache
 def _marks_of(words: PreTrainedTokenizerBase) -> _Marks:
-    """Those of the model's chat template; if it has none, the usual ones, which the model may write itself."""
+    """The marks in the model's chat template, otherwise the usual tags."""
     template = str(words.chat_template or "")
     tag = _TAG.search(template)
     name = tag[1] if tag else "think"
@@ -114,7 +109,7 @@ def _parts_of(answer: str, marks: _Marks) -> _Answer:
     if not isinstance(text, str):
         raise Unwritable("the edited answer is more than text")
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    if marks.closes in text:  # as the reply has it where the engine does not part the two
+    if marks.closes in text:  # the engine does not separate the two
         before, _, text = text.rpartition(marks.closes)
         reasoning, text = before.rpartition(marks.opens)[2], text.lstrip("\n")
     if not text and not calls:
@@ -123,7 +118,7 @@ def _parts_of(answer: str, marks: _Marks) -> _Answer:
 
 
 def _turn(sample: Sample, answer: _Answer, words: PreTrainedTokenizerBase, ends: Sequence[int]) -> _Turn:
-    """How the prompt of the sample goes on with the answer."""
+    """How the sample's prompt continues with the answer."""
     tail, reply = _text_of(sample.prompt_ids[-_TAIL:], words), _text_of(sample.completion_ids, words)
     marks = _marks_of(words)
     openings, thinks = _openings(words), marks.opens in str(words.chat_template or "")
@@ -133,7 +128,7 @@ def _turn(sample: Sample, answer: _Answer, words: PreTrainedTokenizerBase, ends:
         turn = _by_template(opening, answer, words, ends)
     elif answer.calls:
         turn = _by_template(openings[0], answer, words, ends) if openings and not thinks else None
-    else:  # a prompt that no chat template wrote, or that ends in the middle of a reply
+    else:  # not a template's prompt, or one that ends inside a reply
         turn = None if thinks and not openings else _Turn("", "", None)
     if turn is None or (answer.calls and turn.end is None):
         raise Unwritable(_UNKNOWN_PLACE if thinks else _NO_PLACE)
@@ -141,13 +136,13 @@ def _turn(sample: Sample, answer: _Answer, words: PreTrainedTokenizerBase, ends:
         return turn
     if opening is None and marks.is_open(tail):
         return turn._replace(lead=f"{answer.reasoning}\n{marks.closes}\n\n{turn.lead}")
-    if reply.lstrip().startswith(marks.opens):  # the template leaves out what the model itself writes
+    if reply.lstrip().startswith(marks.opens):  # the model, not the template, writes the block
         return turn._replace(lead=f"{marks.opens}\n{answer.reasoning}\n{marks.closes}\n\n{turn.lead}")
     return turn
 
 
 class _Opening(NamedTuple):
-    """A way to render the conversation: by which switch, the question alone, and what a prompt `ends_with` then."""
+    """A way to render the conversation: the switch, the question alone, and the end of such a prompt."""
 
     switch: dict[str, Any]
     question: str
@@ -156,7 +151,7 @@ class _Opening(NamedTuple):
 
 @cache
 def _openings(words: PreTrainedTokenizerBase) -> list[_Opening]:
-    """The ways in which prompts of this template may end, each once."""
+    """Distinct ends of prompts of this template."""
     found: dict[str, _Opening] = {}
     for switch in _SWITCHES if words.chat_template is not None else ():
         question = _render(words, [_QUESTION], switch)
@@ -170,10 +165,10 @@ def _openings(words: PreTrainedTokenizerBase) -> list[_Opening]:
 def _by_template(
     opening: _Opening, answer: _Answer, words: PreTrainedTokenizerBase, ends: Sequence[int]
 ) -> _Turn | None:
-    """What the template writes around an answer; None if that is unknown."""
+    """The template's text around an answer; None if unknown."""
     marks = _marks_of(words)
     before, _, opened = opening.ends_with.partition(marks.opens)
-    if not opened and marks.closes in before:  # thinking is off: the block has no beginning
+    if not opened and marks.closes in before:  # thinking is off: no opening mark
         before = before.partition(marks.closes)[0]
     before = before.rstrip()
     message = _message(answer)
@@ -182,7 +177,7 @@ def _by_template(
         return None
     written = whole[len(opening.question) :]
     if not written.startswith(opening.ends_with):
-        # The template leaves the block out, or writes it otherwise: the prompt's own is closed, if it is open.
+        # The template drops or rewrites the block: close the prompt's own if it is open.
         block = re.compile(rf"\s*(?:{re.escape(marks.opens)})?(.*?){re.escape(marks.closes)}\s*", re.DOTALL)
         found_block = block.match(written, len(before))
         written = written[found_block.end() if found_block else len(before) :].lstrip()
@@ -209,12 +204,12 @@ def _by_template(
 def _next_role(
     written: str, answer: _Answer, opening: _Opening, words: PreTrainedTokenizerBase, ends: Sequence[str]
 ) -> str | None:
-    """The token that begins the turn behind the answer's, where that is what ends a reply, as with GLM."""
+    """The token that begins the next turn, if that ends a reply, as with GLM."""
     after = [{"role": "tool", "content": "x", "tool_call_id": _CALL_ID}] if answer.calls else [_QUESTION]
     whole = _render(words, [_QUESTION, _message(answer), *after], opening.switch) or ""
-    # A block of an earlier turn is written otherwise, so only what comes behind it is looked for.
-    said = written.rpartition(_marks_of(words).closes)[2].strip()
-    _, found, following = whole.rpartition(said)
+    # Templates rewrite blocks of earlier turns, so only the text after the block is searched.
+    text = written.rpartition(_marks_of(words).closes)[2].strip()
+    _, found, following = whole.rpartition(text)
     return next((end for end in ends if found and following.lstrip().startswith(end)), None)
 
 
@@ -228,7 +223,7 @@ def _message(answer: _Answer) -> dict[str, Any]:
 def _render(
     words: PreTrainedTokenizerBase, turns: list[dict[str, Any]], switch: dict[str, Any], **options: Any
 ) -> str | None:
-    """The conversation as the template writes it; None if it refuses to."""
+    """The conversation in the template; None if it refuses."""
     try:
         return cast(str, words.apply_chat_template(turns, tokenize=False, **switch, **options))
     except (TemplateError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
@@ -240,7 +235,7 @@ def _text_of(ids: Any, words: PreTrainedTokenizerBase) -> str:
 
 
 def with_parsed_arguments(calls: Any) -> list[dict[str, Any]]:
-    """OpenAI's clients send a call's arguments as JSON in a string; templates want the object. Raises Unwritable."""
+    """Parse the calls' JSON arguments, as templates need objects. Raises Unwritable."""
     parsed = []
     try:
         for call in calls:

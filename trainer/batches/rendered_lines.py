@@ -1,7 +1,7 @@
-"""Lines of a file as what is learnt of them: token ids by the model's own chat template.
+"""Renders lines of a file to token ids by the model's chat template.
 
-Of each message of the assistant that is learnt, the prompt is what the template writes of the messages before it, as an
-engine would be asked, and the reply what the template writes for it, up to the token that ends its turn.
+For each trained assistant message, the prompt is the template's text of the earlier messages, as an engine gets it; the
+reply is the template's text of the message, up to the token that ends its turn.
 """
 
 import json
@@ -24,12 +24,11 @@ from tuneloop.trainer.batches.edited_answers import Unwritable, edited_answer_id
 from tuneloop.trainer.batches.selection import Refused, longest_of
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 
-#: Roles whose messages instruct.
-_INSTRUCTING = ("system", "developer")
+_INSTRUCTING = ("system", "developer")  # roles of instructions
 
 
 class LearntAnswer(NamedTuple):
-    """Answers to one prompt: one, or a preferred and a rejected one; each with its reward."""
+    """One answer to a prompt, or a preferred and a rejected one; each with its reward."""
 
     messages: Sequence[Mapping[str, Any]]
     answers: Sequence[Mapping[str, Any]]
@@ -37,11 +36,11 @@ class LearntAnswer(NamedTuple):
 
 
 class LineLeftOut(Exception):
-    """Nothing can be learnt of the line; the message says why."""
+    """The line cannot be trained on, for the reason in the message."""
 
 
 class LineTooLong(LineLeftOut):
-    """It has more tokens than the model takes, which are the `longest`."""
+    """The line has more tokens than `longest`, the model's limit."""
 
     def __init__(self, tokens: int, longest: float) -> None:
         super().__init__(f"too long: {tokens} tokens, and the model takes {longest:.0f}")
@@ -49,7 +48,7 @@ class LineTooLong(LineLeftOut):
 
 
 def learnt_of(line: FileLine) -> Iterator[LearntAnswer]:
-    """What is learnt of a line: of a conversation, each message of the assistant that has not the weight 0."""
+    """The answers to train on: of a conversation, each assistant message without weight 0."""
     if line.preferred is not None and line.rejected is not None:
         yield LearntAnswer(line.messages, (line.preferred, line.rejected), (1.0, 0.0))
         return
@@ -59,7 +58,7 @@ def learnt_of(line: FileLine) -> Iterator[LearntAnswer]:
 
 
 def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: Settings) -> list[Experience]:
-    """The answers with their token ids. Raises LineLeftOut for what the template does not write, or is too long."""
+    """The answers with their token ids. Raises LineLeftOut if the template refuses them, or they are too long."""
     words = tokenizer_of(settings)
     longest = settings.model.max_model_len or longest_of(settings.model.model_path)
     if words.chat_template is None:
@@ -69,7 +68,7 @@ def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: S
         turns = [_plain(each) for each in learnt.messages]
         instructions = [each["content"] for each in turns if each["role"] in _INSTRUCTING]
         others = [each for each in turns if each["role"] not in _INSTRUCTING]
-        # Where a template loses or refuses instructions, the explorer merges them, and so does this.
+        # Some templates lose or refuse instructions; merge them then, as the explorer does.
         merged = [{"role": "system", "content": "\n\n".join(filter(None, instructions))}, *others]
         for each in (turns, merged) if instructions else (turns,):
             try:
@@ -117,7 +116,7 @@ def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: S
 
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates read it: text, and the arguments of calls as objects. Raises Unwritable."""
+    """A message as templates need it: text, and parsed arguments of calls. Raises Unwritable."""
     plain = {name: value for name, value in message.items() if value is not None and name != "weight"}
     content = plain.get("content", plain.get("refusal") or "")
     if not isinstance(content, str):
@@ -134,18 +133,18 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
 def with_tokens(
     samples: Sequence[Sample], written: Mapping[str, WrittenReply], settings: Settings
 ) -> tuple[list[Sample], Refused]:
-    """The samples, those that were imported as text with their token ids; and those that cannot have any."""
+    """The samples, with token ids for those imported as text; and those without."""
     taken: list[Sample] = []
     refused: Refused = defaultdict(list)
     for sample in samples:
         if len(sample.completion_ids):
             taken.append(sample)
             continue
-        said = written[sample.msg_id]
+        reply = written[sample.msg_id]
         try:
-            request = json.loads(said.request)
-            calls = {"tool_calls": json.loads(said.tool_calls)} if said.tool_calls else {}
-            learnt = LearntAnswer(request["messages"], ({"role": "assistant", "content": said.text, **calls},), (1.0,))
+            request = json.loads(reply.request)
+            calls = {"tool_calls": json.loads(reply.tool_calls)} if reply.tool_calls else {}
+            learnt = LearntAnswer(request["messages"], ({"role": "assistant", "content": reply.text, **calls},), (1.0,))
             [answer] = render(learnt, request.get("tools"), settings)
         except (LineLeftOut, KeyError, TypeError, ValueError) as error:
             refused[f"imported as text: {error}"].append(sample)
@@ -156,7 +155,7 @@ def with_tokens(
 
 
 def held_out(experience: Experience, number: int) -> Sample:
-    """An answer that is not learnt, under a number of its own."""
+    """An answer for evaluation, with its own number."""
     prompt, answer = (np.frombuffer(each, "<i4") for each in (experience.prompt_ids, experience.completion_ids))
     return msgspec.structs.replace(
         without_answer(prompt.tolist(), number), completion_ids=answer, logprobs=np.zeros(len(answer), np.float32)
@@ -164,7 +163,6 @@ def held_out(experience: Experience, number: int) -> Sample:
 
 
 def without_answer(prompt: Sequence[int], number: int = 0) -> Sample:
-    """A prompt without an answer."""
     return Sample(
         id=number,
         prompt_ids=np.array(prompt, np.int32),
@@ -184,19 +182,19 @@ def without_answer(prompt: Sequence[int], number: int = 0) -> Sample:
 
 
 class MixedFile:
-    """Rows of a file that are learnt beside those of each step, as `algorithm.mix` says, and how many a step has.
+    """Rows of a file that are trained beside each step's, as `algorithm.mix` says.
 
-    Which rows follows from the step's number and `trainer.seed` alone: each row once before any comes again.
+    The step's number and `trainer.seed` determine the rows; each row is used once before any repeats.
     """
 
     def __init__(self, rows: list[Sample], *, count: int, share: float, seed: int) -> None:
-        """`share` is the weight of their loss, 1 - `share` that of the others."""
+        """`share` is the weight of the rows' loss; the others have 1 - `share`."""
         self._rows, self._count, self.share, self._seed = rows, count, share, seed
         self._order = lru_cache(2)(self._shuffle)
 
     @classmethod
     def of(cls, settings: Settings) -> Self | None:
-        """That of the settings, if there is one. Raises EnvironmentRefused, naming the line that cannot be learnt."""
+        """The file of the settings, or None. Raises EnvironmentRefused with the line that cannot be trained on."""
         mix = settings.algorithm.mix
         if mix.file is None:
             return None
@@ -205,7 +203,7 @@ class MixedFile:
             for line in read_lines(mix.file, "supervised"):
                 for learnt in learnt_of(line):
                     written = render(learnt, line.tools, settings)
-                    # Numbers below 0 are of no row of the ledger.
+                    # Negative numbers are no rows of the ledger.
                     rows += [held_out(each, -1 - number) for number, each in enumerate(written, len(rows))]
         except OSError as error:
             raise EnvironmentRefused(f"algorithm.mix.file: {mix.file} cannot be read: {error.strerror}") from None
@@ -218,12 +216,11 @@ class MixedFile:
             raise EnvironmentRefused(f"algorithm.mix.file: {mix.file}: {error}") from None
         if not rows:
             raise EnvironmentRefused(f"algorithm.mix.file: {mix.file} has nothing to be learnt")
-        # So many that they are the share of all rows of the step.
+        # As many rows as make up the share of all rows of the step.
         count = max(1, round(settings.buffer.train_batch_size * mix.share / (1 - mix.share)))
         return cls(rows, count=count, share=mix.share, seed=settings.trainer.seed)
 
     def rows(self, step: int) -> list[Sample]:
-        """Those of the step after so many steps."""
         numbers = range(step * self._count, (step + 1) * self._count)
         places = (divmod(number, len(self._rows)) for number in numbers)
         return [self._rows[self._order(epoch)[place]] for epoch, place in places]

@@ -1,10 +1,7 @@
-"""Selection: which leased samples can be trained on, and why the others cannot.
+"""Selects the leased samples that can be trained on, and rebuilds the grammars that restricted replies.
 
-Grammars rebuilt: which tokens an engine allowed at each position of a reply that it held to one.
-
-A reply that was sampled under a grammar is a sample of the policy among the tokens that the grammar allows. With the
-same mask under the trainer's logits the ratio is 1 before any update, and a token that was the only one allowed has
-log-probability 0 whatever the weights: nothing is learnt from it.
+A reply under a grammar is a sample of the policy among the allowed tokens. With the same mask on the trainer's logits
+the ratio is 1 before any update, and a token without alternatives has log-probability 0 and no gradient.
 """
 
 import importlib.util
@@ -31,11 +28,8 @@ from tuneloop.trainer.batches.tokenizer import ends_in_engines, tokenizer_of
 
 Refused = dict[str, list[Sample]]
 
-#: The log-probability of the only token that is allowed is 0; engines round.
-_CERTAIN = 1e-3
-
-#: Bytes of compiled grammars that are remembered.
-_CACHE = 256 << 20
+_CERTAIN = 1e-3  # tolerance of the log-probability 0 of a token without alternatives: engines round
+_CACHE = 256 << 20  # size of the cache of compiled grammars in bytes
 
 _MISSING = (
     "a grammar held it, and xgrammar, which rebuilds grammars, is not installed: in a clone, "
@@ -47,7 +41,7 @@ _NO_MASK = "the engine's list of tokens that truncation left is wrong: it lacks 
 
 
 def find_missing_library(settings: Settings) -> str | None:
-    """Why replies that a grammar held would all be set aside here; None if they would not, or none are recorded."""
+    """Why all replies under a grammar would be set aside; None if none are recorded, or xgrammar is installed."""
     needed = settings.explorer.rebuilds_grammars and not settings.algorithm.of_any_reply
     if not needed or importlib.util.find_spec("xgrammar") is not None:
         return None
@@ -58,13 +52,13 @@ def find_missing_library(settings: Settings) -> str | None:
 
 
 class _GrammarNotRebuilt(Exception):
-    """The message becomes the reason of the row."""
+    """The message becomes the row's reason."""
 
 
 def with_allowed_tokens(
     samples: Sequence[Sample], settings: Settings, *, vocabulary: int
 ) -> tuple[list[Sample], Refused]:
-    """The samples, those that a grammar held with what it allowed; and those whose grammar cannot be rebuilt."""
+    """The samples, with the allowed tokens of those under a grammar; and those whose grammar cannot be rebuilt."""
     if settings.algorithm.of_any_reply or all(sample.grammar is None for sample in samples):
         return list(samples), {}
     taken: list[Sample] = []
@@ -87,7 +81,7 @@ def with_allowed_tokens(
 
 
 class _Rebuilder:
-    """Compiles grammars for the tokens of one model. Raises _GrammarNotRebuilt without xgrammar."""
+    """Compiles grammars for one model's tokens. Raises _GrammarNotRebuilt without xgrammar."""
 
     def __init__(self, words: PreTrainedTokenizerBase, folder: Path, vocabulary: int) -> None:
         try:
@@ -103,7 +97,7 @@ class _Rebuilder:
         self.everything = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
 
     def matcher(self, grammar: Grammar) -> Any:
-        """A matcher at the grammar's beginning. Raises _GrammarNotRebuilt."""
+        """A matcher at the grammar's start. Raises _GrammarNotRebuilt."""
         try:
             match grammar.kind:
                 case "json":
@@ -119,17 +113,15 @@ class _Rebuilder:
         return self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=ends or None)
 
     def bitmask(self) -> Any:
-        """A row to be filled, as a tensor."""
+        """An empty bitmask of one row."""
         return self._xgrammar.allocate_token_bitmask(1, self._vocabulary)
 
 
-@cache
-def _rebuilder(words: PreTrainedTokenizerBase, folder: Path, vocabulary: int) -> _Rebuilder:
-    return _Rebuilder(words, folder, vocabulary)
+_rebuilder = cache(_Rebuilder)
 
 
 def _tokens_left(sample: Sample, sets: bytes, vocabulary: int) -> AllowedTokens:
-    """What truncation left, token by token, as the engine returned it. Raises _GrammarNotRebuilt."""
+    """The tokens that truncation left at each position, as the engine returned them. Raises _GrammarNotRebuilt."""
     numbers, size = np.frombuffer(sets, "<i4"), len(sample.completion_ids)
     counts, ids = numbers[:size], numbers[size:]
     if not size or len(counts) != size or counts.min() < 1 or counts.sum() != len(ids):
@@ -149,7 +141,7 @@ def _tokens_left(sample: Sample, sets: bytes, vocabulary: int) -> AllowedTokens:
 
 
 def _replay(sample: Sample, grammar: Grammar, rebuilder: _Rebuilder) -> AllowedTokens:
-    """What the grammar allowed, token by token. Raises _GrammarNotRebuilt if it was not this one."""
+    """The tokens that the grammar allowed at each position. Raises _GrammarNotRebuilt if the reply does not fit it."""
     matcher, bitmask = rebuilder.matcher(grammar), rebuilder.bitmask()
     everything, words = rebuilder.everything.tobytes(), len(rebuilder.everything)
     rows: dict[bytes, int] = {}
@@ -164,21 +156,21 @@ def _replay(sample: Sample, grammar: Grammar, rebuilder: _Rebuilder) -> AllowedT
         if row != everything:
             at[position] = rows.setdefault(row, len(rows))
     table = np.array([np.frombuffer(row, np.int32) for row in rows], np.int32).reshape(len(rows), words)
-    alone = np.append(np.bitwise_count(table.view(np.uint32)).sum(1) == 1, False)  # at -1: all are allowed
+    alone = np.append(np.bitwise_count(table.view(np.uint32)).sum(1) == 1, False)  # index -1: all tokens
     if (np.abs(sample.logprobs[alone[at]]) > _CERTAIN).any():
         raise _GrammarNotRebuilt(_FOREIGN)
     return AllowedTokens(table, at)
 
 
 def make_pairs(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
-    """The samples as chosen, rejected, chosen, rejected, …, and what is left over by the reason.
+    """The samples as chosen, rejected, chosen, rejected, …, and the others by reason.
 
-    Of a group's replies to one prompt (by its token ids) the best goes with the worst, the second best with the second
-    worst, and so on: no reply is in two pairs. Of equal rewards the reply that was recorded first counts as better.
+    Among a group's replies to one prompt (equal token ids) the best pairs with the worst, the second best with the
+    second worst, and so on. Of equal rewards the reply recorded first is better.
     """
     groups: defaultdict[object, defaultdict[bytes, list[Sample]]] = defaultdict(lambda: defaultdict(list))
     for sample in samples:
-        # Without a group there is no partner to pair with.
+        # Without a group there is no partner.
         group = ("alone", sample.id) if sample.group_id is None else sample.group_id
         groups[group][sample.prompt_ids.tobytes()].append(sample)
     pairs: list[Sample] = []
@@ -205,7 +197,7 @@ def make_pairs(samples: Sequence[Sample]) -> tuple[list[Sample], Refused]:
 
 
 def mismatch_replies(samples: Sequence[Sample], *, longest: float = math.inf) -> list[Sample]:
-    """Each prompt with the reply to the next one's; none if there is but one; none of more than `longest` tokens."""
+    """Each prompt with the next one's reply, up to `longest` tokens; none for a single sample."""
     if len(samples) < 2:
         return []
     after = [*samples[1:], samples[0]]
@@ -220,7 +212,7 @@ _TOO_LONG = "the edited answer is too long: the model takes {:.0f} tokens with t
 
 
 def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[list[Sample], Refused]:
-    """The samples, the edited ones with that answer as their reply; and those that cannot be so."""
+    """The samples, with edited answers as their replies; and those whose answer cannot be encoded."""
     if not settings.algorithm.of_edited_answers:
         return list(samples), {}
     taken: list[Sample] = []
@@ -241,7 +233,7 @@ def with_demonstrations(samples: Sequence[Sample], settings: Settings) -> tuple[
 
 
 def imitable(samples: Sequence[Sample], algorithm: AlgorithmSettings) -> tuple[list[Sample], Refused]:
-    """What `sft` or `raft` imitates, and the others by the reason. `raft` takes the best run of each group."""
+    """What `sft` or `raft` imitates, and the others by reason. `raft` takes the best run of each group."""
     sft = algorithm.algorithm_type == "sft"
     edited = algorithm.of_edited_answers
     whole = not sft or algorithm.sft.targets != "demonstrations"
@@ -260,8 +252,7 @@ def imitable(samples: Sequence[Sample], algorithm: AlgorithmSettings) -> tuple[l
         else:
             taken.append(sample)
     if not sft:
-        # The run of each group whose calls have the best mean reward, of equals the first; without a group, every
-        # run.
+        # The run of each group with the best mean reward, the first of equals; without a group, each run.
         found = runs(samples)
         groups: dict[object, tuple[str, ...]] = {}
         for run, calls in sorted(
@@ -278,7 +269,7 @@ def imitable(samples: Sequence[Sample], algorithm: AlgorithmSettings) -> tuple[l
 
 @cache
 def longest_of(folder: Path) -> float:
-    """The most tokens of prompt and reply together, infinite where nothing says it."""
+    """The model's limit of tokens, infinite if its configuration has none."""
     file = folder / "config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
     config |= config.get("text_config") or {}
@@ -287,7 +278,7 @@ def longest_of(folder: Path) -> float:
 
 
 def select(samples: Sequence[Sample], settings: Settings, *, vocabulary: int) -> tuple[list[Sample], Refused]:
-    """The samples that can be trained on, with edited answers and allowed tokens; and the others by the reason."""
+    """The samples that can be trained on, with edited answers and allowed tokens; and the others by reason."""
     edited, unwritable = with_demonstrations(samples, settings)
     held, not_rebuilt = with_allowed_tokens(edited, settings, vocabulary=vocabulary)
     grouped: dict[str, Any] = {"group_by": settings.buffer.group_by, "least_runs": BatchRules.of(settings).least_runs}
@@ -304,12 +295,10 @@ def sort_out(
     least_runs: int = 2,
     sampled: Sequence[Sample] = (),
 ) -> tuple[list[Sample], Refused]:
-    """The samples that can be trained on, and the others by the reason.
+    """The samples that can be trained on, and the others by reason.
 
-    By `run` or `task` the samples are whole trajectories: superseded calls are left out, as the run went on from what
-    was `sampled`, where a sample has another reply by now. By `task` they are whole groups: where fewer than
-    `least_runs` are left, as one alone, which has nothing to be compared with, they go too. So does, if the method
-    compares runs, a group in which all are rewarded alike.
+    By `run` or `task`, superseded calls are dropped, judged by what was `sampled` before edits. By `task`, groups with
+    fewer than `least_runs` are dropped too and, if the method compares runs, groups of equal rewards.
     """
     refused: Refused = defaultdict(list)
     kept = []
@@ -340,12 +329,12 @@ def sort_out(
 def comparable(
     samples: list[Sample], algorithm: AlgorithmSettings, *, group_by: str, least_runs: int = 2
 ) -> tuple[list[Sample], Refused]:
-    """The samples without those of groups by `task` in which there is nothing to compare, and these by the reason."""
+    """The samples without groups by `task` that have nothing to compare, and these by reason."""
     refused: Refused = defaultdict(list)
     if group_by != "task":
         return samples, refused
-    told = "alone in its group" if least_runs == 2 else f"fewer than {least_runs} runs of its group are left"
-    reason = f"{told}: the others cannot be trained on"
+    state = "alone in its group" if least_runs == 2 else f"fewer than {least_runs} runs of its group are left"
+    reason = f"{state}: the others cannot be trained on"
     kept = _without_groups(samples, lambda group: len(set(map(run_of, group))) < least_runs, refused, reason)
     if algorithm.algorithm_type in OF_GROUPS:
         reason = "all runs of its group have the same reward: it says nothing"
@@ -359,7 +348,7 @@ def comparable(
 
 
 def untrainable(sample: Sample, algorithm: AlgorithmSettings, *, vocabulary: int) -> str | None:
-    """Why the sample must not reach the loss, if so; the sentence becomes the reason of its row."""
+    """Why the sample must not reach the loss, or None; the sentence becomes its row's reason."""
     ids = np.concatenate([sample.prompt_ids, sample.completion_ids])
     known = ids[ids != REDACTED]
     answered = algorithm.algorithm_type == "distill" and algorithm.distill.mode == "replies"

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, and the tokens that end a reply."""
+"""Loads tokenizers, and finds the tokens that end a reply."""
 
 import json
 from functools import cache
@@ -14,15 +14,15 @@ from tuneloop.shared.settings.settings import Settings
 def tokenizer_of(
     settings: Settings, folder: Path | None = None, setting: str = "model.model_path"
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer in a folder, by default the base model's. Raises EnvironmentRefused, naming the setting."""
+    """The tokenizer in a folder, by default the base model's. Raises EnvironmentRefused with the setting's name."""
     return _load(folder or settings.model.model_path, settings.model.trust_remote_code, setting)
 
 
 def ends_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a reply: the tokenizer's, then what generation_config.json and config.json name.
+    """The tokens that end a reply: the tokenizer's, then those of generation_config.json and config.json.
 
-    The first one is what a reply ends with that did not come from the model: it is the end of a turn in chat models,
-    whose generation_config.json often names the end of a document too.
+    The first one ends replies that the model did not write: chat models' end of turn, while generation_config.json
+    often names the end of a document too.
     """
     found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
@@ -36,8 +36,7 @@ def ends_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def ends_in_engines(folder: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens with which vLLM lets a reply end: the tokenizer's, and those of generation_config.json or, without
-    that file, of config.json."""
+    """The tokens at which vLLM ends a reply: the tokenizer's, and generation_config.json's, otherwise config.json's."""
     found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         if (folder / name).is_file():

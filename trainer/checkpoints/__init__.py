@@ -1,1 +1,1 @@
-"""Checkpoints: what a learner is restored from, how a version is published."""
+"""Checkpoints: saving and restoring a learner, publishing a version."""

@@ -1,6 +1,6 @@
-"""Copies of what a learner is between two steps, made and written while the next ones are made.
+"""Copies a learner between two steps, to be written during the next ones.
 
-A GPU copies beside its other work: only the next update, which would change what is copied, waits for the end.
+A GPU copies asynchronously: only the next update, which changes the tensors, waits for the end.
 """
 
 from collections import defaultdict
@@ -19,11 +19,8 @@ from tuneloop.trainer.models.optimizer import Room
 
 _log = structlog.get_logger()
 
-#: What is got at once, unless a tensor needs more. torch rounds up to a power of two, so that others would be wasted.
-_CHUNK = 1 << 30
-
-#: Of the beginning of a tensor, in bytes: more than any type needs.
-_ALIGNMENT = 64
+_CHUNK = 1 << 30  # size of an allocation, unless a tensor is larger; torch rounds up to a power of two
+_ALIGNMENT = 64  # alignment of tensors in bytes, enough for each dtype
 
 
 class _Chunk(NamedTuple):
@@ -32,7 +29,7 @@ class _Chunk(NamedTuple):
 
 
 class PinnedMemory:
-    """Tensors in few large pieces of pinned memory, which are never given back."""
+    """Allocates tensors in few large blocks of pinned memory, which are never freed."""
 
     def __init__(self, allocate: Callable[[int], Tensor] | None = None, *, chunk: int = _CHUNK) -> None:
         self._allocate = allocate or _allocate_pinned
@@ -40,17 +37,17 @@ class PinnedMemory:
         self._chunks: list[_Chunk] = []
 
     def reserve(self, size: int, *, largest: int) -> None:
-        """Get room for tensors of `size` bytes in all, of which the largest has so many."""
+        """Allocate room for tensors of `size` bytes in all, the largest of `largest`."""
         self._chunk = max(self._chunk, 1 << (_align(largest) - 1).bit_length())
         while not self.holds(size):
             self._chunks.append(_Chunk(self._allocate(self._chunk), 0))
 
     def holds(self, size: int) -> bool:
-        """Whether so many bytes were reserved and are not taken."""
+        """Whether so many reserved bytes are free."""
         return sum(len(each.memory) - each.used for each in self._chunks) >= size
 
     def take(self, like: Tensor) -> Tensor:
-        """A tensor like another, of what was reserved, or of what has to be got now."""
+        """A tensor like another, in reserved or new memory."""
         size = like.numel() * like.itemsize
         fitting = (number for number, each in enumerate(self._chunks) if len(each.memory) - each.used >= size)
         if (number := next(fitting, None)) is None:
@@ -62,15 +59,14 @@ class PinnedMemory:
 
 
 class PinnedBuffers:
-    """Pinned memory that is used again each time that tensors leave a GPU."""
+    """Pinned memory that is reused each time tensors leave a GPU."""
 
     def __init__(self, *, chunk: int = _CHUNK) -> None:
         self._memory = PinnedMemory(chunk=chunk)
-        #: What was taken of it, by its size.
-        self._rooms: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._rooms: defaultdict[int, list[Tensor]] = defaultdict(list)  # tensors of the memory by size
 
     def empty(self) -> Callable[[Tensor], Tensor]:
-        """Room for one leaving: what earlier ones had, and more where it is too little."""
+        """An allocator for one move: reuses earlier tensors, and adds more if necessary."""
         left = {size: iter(tuple(held)) for size, held in self._rooms.items()}
 
         def room(whole: Tensor) -> Tensor:
@@ -90,34 +86,33 @@ def _align(size: int) -> int:
 def _allocate_pinned(size: int) -> Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:  # A limit on locked memory, say. Copies take longer then.
+    except RuntimeError as error:  # such as a limit on locked memory; copies are slower then
         _log.warning("memory_not_pinned", bytes=size, reason=str(error).splitlines()[0])
         return torch.empty(size, dtype=torch.uint8)
 
 
 T = TypeVar("T")
 
-#: Memory that stays free beside a copy, as a part of it.
-_SLACK = 0.25
+_SLACK = 0.25  # share of a copy's size that must stay free beside it
 
 
 class MemoryCopies(Generic[T]):
-    """Copies in main memory, one at a time. Those of a GPU's tensors are pinned, and written over by the next.
+    """Copies in main memory, one at a time; those of a GPU are pinned and overwritten by the next.
 
-    `size_of` says how many bytes one takes, `copy` makes it in memory that it is given.
+    `size_of` is the size of a copy in bytes, `copy` fills the given memory.
     """
 
     def __init__(self, size_of: Callable[[Learner], int], copy: Callable[[Learner, Room], T]) -> None:
         self._size_of, self._copy = size_of, copy
         self._memory = PinnedMemory()
-        #: By name and shape: learners may have adapters of different ranks.
+        #: By name, shape and dtype: learners may have adapters of different ranks.
         self._buffers: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
         self._prepared: Future[None] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
     def prepare(self, learner: Learner, pool: Executor) -> None:
-        """Begin to make room, in the pool, if the learner is on a GPU: else the first copy would wait for it."""
+        """Reserve memory in the pool, if the learner is on a GPU, so that the first copy does not wait."""
         if self._prepared is None:
             self._prepared = pool.submit(self._reserve, learner)
 
@@ -130,7 +125,7 @@ class MemoryCopies(Generic[T]):
             self._memory.reserve(size, largest=4 * largest)
 
     def of(self, learner: Learner) -> T | None:
-        """A copy, which is complete after `wait`; None if there is no room for one."""
+        """A copy, complete after `wait`; None without memory."""
         if self._prepared is not None:
             self._prepared.result()
         size = self._size_of(learner)
@@ -140,7 +135,7 @@ class MemoryCopies(Generic[T]):
         if device.type != "cuda":
             return self._copy(learner, snapshot.allocate_on_cpu)
         now = torch.cuda.current_stream(device)
-        aside = now  # What several ranks send one another has its own order.
+        aside = now  # communication between ranks has its own order
         if learner.ranks.size == 1:
             self._stream = aside = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             aside.wait_stream(now)
@@ -151,7 +146,6 @@ class MemoryCopies(Generic[T]):
         return copied
 
     def wait(self) -> None:
-        """Wait until the last copy is complete."""
         if self._copied is not None:
             self._copied.synchronize()
 

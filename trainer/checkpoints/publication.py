@@ -1,7 +1,6 @@
-"""How a version comes into the world: its weights on disk, then its name, then its row; or nothing.
+"""Registers a published checkpoint as a version: writes weights, renames the folder, inserts the row.
 
-That takes longer than a step, so it may be done behind the steps that follow (docs/decisions.md). What only going on
-from it to the bit needs follows behind the version (resumption.py).
+This may run during the next steps. The state for an exact resumption is written after the version (resumption.py).
 """
 
 import shutil
@@ -42,7 +41,7 @@ _log = structlog.get_logger()
 
 
 class PublicationResult(NamedTuple):
-    """How a publication of so many `experiences` and `steps` ended. `version`: None if there was no room for it."""
+    """The end of a publication of `experiences` and `steps`. `version` None: the disk was full."""
 
     version: int | None
     step: int
@@ -53,7 +52,7 @@ class PublicationResult(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A publication that has begun. `state`: None if it is to be taken of the learner when that is over."""
+    """A publication under way. `state` None: it is captured at the end."""
 
     publication: "Publication"
     work: Future[PublishedVersion]
@@ -62,36 +61,35 @@ class _Running(NamedTuple):
 
 
 class Publisher:
-    """Publishes under one epoch, one version at a time. `behind`: while training goes on."""
+    """Publishes one version at a time under one epoch. `behind`: while training continues."""
 
     def __init__(
         self, settings: Settings, ledger: Ledger, store: CheckpointStore, *, epoch: int, behind: bool = False
     ) -> None:
         self._settings, self._ledger, self._store, self._epoch = settings, ledger, store, epoch
-        self._alarm_may_be_open = True  # an earlier trainer's
+        self._alarm_may_be_open = True  # an earlier trainer may have raised it
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publication") if behind else None
         self._copies = MemoryCopies(snapshot.size_of_weights, snapshot.copy_weights)
         self._running: _Running | None = None
         self.states = StateWriter(settings, ledger, store, epoch=epoch)
 
     def prepare(self, learner: Learner) -> None:
-        """Begin to make room for the copies of what a GPU holds: else the first version would wait for it."""
+        """Reserve memory for copies of a GPU's tensors, so that the first version does not wait."""
         self.states.prepare(learner)
         if self._pool is not None:
             self._copies.prepare(learner, self._pool)
 
     @property
     def steps_begun(self) -> int:
-        """The steps that the version which is being published is made of; 0 if there is none."""
+        """The number of steps in the version under way, or 0."""
         return self._running.begun.steps if self._running else 0
 
     @property
     def is_over(self) -> bool:
-        """Whether a publication has begun, and is done or has failed."""
+        """Whether the publication under way is done or failed."""
         return self._running is not None and self._running.work.done()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until the publication that has begun is over, if there is one."""
         if self._running is not None:
             wait_for([self._running.work], seconds)
 
@@ -105,10 +103,10 @@ class Publisher:
         policy: int = 0,
         in_foreground: bool = False,
     ) -> None:
-        """Begin to publish the version after `parent`, made of the rows `ids` in so many steps; `end` ends it."""
+        """Start to publish the version after `parent`, of the rows `ids` and so many steps; `end` finishes it."""
         assert self._running is None
         started, began_ns = time.perf_counter(), time.time_ns()
-        # Before the long work: a stale trainer stops here, a database that is away is noticed.
+        # First: a stale trainer stops here, and an unavailable database is noticed.
         self._ledger.training.extend(self._epoch)
         measured: Metrics = {}
         weights = None
@@ -116,7 +114,7 @@ class Publisher:
             with _time_stage(measured, "staged"):
                 weights = self._copies.of(learner)
             if weights is None:
-                reason = "there is no main memory for a copy of the weights"
+                reason = "main memory has no room for a copy of the weights"
                 _log.warning("published_in_the_foreground", reason=reason)
         state = self.states.capture(learner, patience_s=0) if weights else None
         behind = weights is not None and not (state and state.is_live)
@@ -141,21 +139,21 @@ class Publisher:
             work = Future()
             try:
                 work.set_result(self._register(publication, ids, started))
-            except Exception as error:  # noqa: BLE001 - `end` raises it.
+            except Exception as error:  # noqa: BLE001 - `end` raises it
                 work.set_exception(error)
         measured["time/save_checkpoint"] = time.perf_counter() - started
         begun = PublicationResult(None, learner.steps, len(ids), steps, began_ns, measured)
         self._running = _Running(publication, work, state, begun)
 
     def end(self, learner: Learner) -> PublicationResult:
-        """What came of the publication that is over. Raises EnvironmentRefused, and what the ledger does."""
+        """The result of the finished publication. Raises EnvironmentRefused, and ledger errors."""
         assert self._running is not None
         (publication, work, state, begun), self._running = self._running, None
         started = time.perf_counter()
         try:
             published = work.result()
         except LedgerUnavailable:
-            if publication.placed is not None:  # It may be registered, and only the answer lost.
+            if publication.placed is not None:  # it may be registered, with the answer lost
                 self.states.follow(publication.placed, state or self.states.capture(learner))
             raise
         except DiskFull as error:
@@ -174,13 +172,13 @@ class Publisher:
         return begun._replace(version=version, measured=measured)
 
     def close(self) -> None:
-        """Let the threads end, after what they are at."""
+        """Finish the threads' work and stop them."""
         if self._pool is not None:
             self._pool.shutdown()
         self.states.close()
 
     def _register(self, publication: "Publication", ids: Collection[int], started: float) -> PublishedVersion:
-        """In the thread, if there is one: explorers see a version as soon as it is registered."""
+        """Runs in the thread, if any: explorers see a version once it is registered."""
         self._copies.wait()
         with self.states.priority.urgent():
             published = publication.register(self._ledger.training, ids)
@@ -188,7 +186,7 @@ class Publisher:
         version = published.version
         try:
             note_registered(self._settings.job_dir, version, self._epoch)
-        except OSError as error:  # The next one is noted, too.
+        except OSError as error:  # the next version is noted too
             _log.warning("version_not_noted", version=version, reason=str(error))
         _log.info("version_published", version=published.version, step=published.step, seconds=round(took, 3))
         for sentence in self._ledger.reports.imbalance():
@@ -197,7 +195,7 @@ class Publisher:
 
 
 class Publication:
-    """What was captured of a learner, about to become the version of its policy after `parent`."""
+    """A learner's captured weights, to become the version after `parent` of a policy."""
 
     def __init__(
         self,
@@ -212,10 +210,8 @@ class Publication:
     ) -> None:
         self._settings, self._store, self._weights, self._read_probe = settings, store, weights, probe
         self._epoch, self._parent, self._policy = epoch, parent, policy
-        #: The seconds of each stage.
-        self.measured: Metrics = {}
-        #: What is in its place, whether it is registered or not.
-        self.placed: PublishedVersion | None = None
+        self.measured: Metrics = {}  # seconds by stage
+        self.placed: PublishedVersion | None = None  # the version in its final folder, registered or not
 
     def register(self, training: Training, ids: Collection[int]) -> PublishedVersion:
         """Publish and register the next version, of the rows `ids`. Raises DiskFull, EnvironmentRefused."""
@@ -235,26 +231,25 @@ class Publication:
             assert self.placed is not None
             return self.placed
         except (OSError, SafetensorError) as error:
-            training.extend(self._epoch)  # A newer trainer has moved away what this one was writing.
+            training.extend(self._epoch)  # raises StaleEpoch if a newer trainer moved the files
             if is_full(error):
                 raise DiskFull(f"{error}; {self.space.sentence}") from error
             raise EnvironmentRefused(
                 f"checkpoint_root_dir: cannot write a checkpoint to {self._settings.job_dir}: {error}; "
-                "make room or give us the right to write there, and start the trainer again: nothing is lost"
+                "free space or grant write access, and restart the trainer: nothing is lost"
             ) from error
         finally:
             if staging is not None:
                 shutil.rmtree(staging, ignore_errors=True)
 
     def put(self, staging: Path, files: tuple[File, ...], version: int) -> tuple[Path, str]:
-        """Bring what is sealed to its place under its number."""
+        """Move the sealed files to their final place under the version's number."""
         path, sha256 = self._store.publish(staging, self._manifest(version, files))
         self.placed = PublishedVersion(version, path, sha256, self._weights.step, self._policy)
         return path, sha256
 
     @property
     def space(self) -> DiskSpace:
-        """The room for what is registered."""
         return measure_space(self._settings.job_dir, needed=self._weights.size)
 
     def _manifest(self, version: int, files: tuple[File, ...]) -> Manifest:

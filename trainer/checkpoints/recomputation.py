@@ -1,7 +1,6 @@
-"""Log-probabilities that no engine was asked for: the trainer makes them of the weights that sampled the reply.
+"""Recomputes log-probabilities that engines did not return, with the weights that sampled the reply.
 
-At the temperature of the request and under its grammar, so that they are those that the engine would have returned.
-Some of the captured ones are recomputed all the same, and compared.
+Uses the request's temperature and grammar. A share of the captured ones is recomputed too, for comparison.
 """
 
 import math
@@ -32,27 +31,22 @@ from tuneloop.trainer.models.model import Actor, device_of
 
 _log = structlog.get_logger()
 
-#: Actors of older versions that are kept in main memory.
-_KEPT = 2
-
-#: The mismatch is the mean over the last so many tokens, and none before there are so many.
-_WINDOW_TOKENS, _FEWEST_TOKENS = 4096, 256
-
-#: Where the two are further apart, in nats, the estimate of their divergence would overflow.
-_FURTHEST = 20.0
+_KEPT = 2  # actors of older versions kept in main memory
+_WINDOW_TOKENS, _FEWEST_TOKENS = 4096, 256  # the mismatch is a mean over so many last tokens, from so many on
+_FURTHEST = 20.0  # clamp of differences in nats, against overflow
 
 _LOST = "its log-probabilities were not captured, and the weights of version {} that sampled it are gone"
 _MIXED = "its log-probabilities were not captured, and more than one version sampled it"
 
 
 class Recomputation:
-    """Fills in what was not captured. `version` is always the one that the learner's actor is, None if it is none."""
+    """Fills in missing log-probabilities. `version` is the learner's version, None if it is none."""
 
     def __init__(self, settings: Settings, ledger: Ledger, micro_batch: MicroBatch) -> None:
         self._settings, self._ledger, self._micro_batch = settings, ledger, micro_batch
         self._capture = settings.explorer.capture
         self._actors: dict[int, Actor] = {}
-        #: Of each reply that was compared: the divergences of its tokens added up, and their number.
+        #: Per compared reply: the sum of its tokens' divergences, and their number.
         self._compared: deque[tuple[float, int]] = deque()
         self._mismatch: float | None = None
         self._recomputed = 0
@@ -60,14 +54,14 @@ class Recomputation:
     def select(
         self, samples: Sequence[Sample], learner: Learner, *, version: int | None
     ) -> tuple[list[Sample], Refused]:
-        """What can be trained on, all of it with log-probabilities; and the others by the reason."""
+        """The samples that can be trained on, with log-probabilities; and the others by reason."""
         there, lost = self.without_lost(samples, version=version)
         kept, refused = select(there, self._settings, vocabulary=learner.actor.vocabulary)
         filled, damaged = self.fill(kept, learner, version=version)
         return filled, {**refused, **lost, **damaged}
 
     def without_lost(self, samples: Sequence[Sample], *, version: int | None) -> tuple[list[Sample], Refused]:
-        """The samples; and those that were not captured and cannot be recomputed, by the reason."""
+        """The samples; and those without log-probabilities that cannot be recomputed, by reason."""
         missing = [] if self._settings.algorithm.of_any_reply else [each for each in samples if _is_missing(each)]
         if not missing:
             return list(samples), {}
@@ -87,14 +81,14 @@ class Recomputation:
         return [each for each in samples if each.id not in lost], dict(refused)
 
     def fill(self, samples: Sequence[Sample], learner: Learner, *, version: int | None) -> tuple[list[Sample], Refused]:
-        """The samples, all with log-probabilities (0 where no method looks); and those whose weights are damaged."""
+        """The samples with log-probabilities (0 if the method ignores them); and those whose weights are damaged."""
         if self._settings.algorithm.of_any_reply:
             return [
                 (msgspec.structs.replace(each, logprobs=np.zeros_like(each.logprobs)) if _is_missing(each) else each)
                 for each in samples
             ], {}
         captured: list[Sample] = []
-        if self._capture.logprobs != "all":  # Then some that were captured are compared: the share that always is.
+        if self._capture.logprobs != "all":  # then compare a share of the captured ones
             captured = [
                 each
                 for each in samples
@@ -127,7 +121,7 @@ class Recomputation:
         return filled, {reason: rows for reason, rows in lost.items() if rows}
 
     def take_figures(self) -> Metrics:
-        """How many replies were recomputed since this was asked last, and how far those that are compared diverge."""
+        """Metrics since the last call: recomputed replies, and the divergence of compared ones."""
         recomputed, self._recomputed = self._recomputed, 0
         if not recomputed and self._capture.logprobs == "all":
             return {}
@@ -135,7 +129,7 @@ class Recomputation:
         return metrics if self._mismatch is None else metrics | {"capture/mismatch": self._mismatch}
 
     def _compare(self, captured: Sequence[Sample], found: dict[int, Float32s]) -> None:
-        """The divergence of what is recomputed from what the engine returned; beyond the bound that is an alarm."""
+        """Compare recomputed log-probabilities with the engine's; a divergence above the bound is an alarm."""
         for each in captured:
             apart = np.clip(found[each.id].astype(float) - each.logprobs, -_FURTHEST, _FURTHEST)
             self._compared.append((float((np.exp(apart) - 1 - apart).sum()), len(apart)))
@@ -146,11 +140,11 @@ class Recomputation:
             return
         self._mismatch = sum(total for total, _ in self._compared) / tokens
         if self._mismatch > self._capture.max_mismatch:
-            self._compared.clear()  # Once the alarm is cleared, what came before it does not count.
+            self._compared.clear()  # after the alarm is cleared, the window starts anew
             reason = (
                 f"recomputed log-probabilities diverge from those of engines by {self._mismatch:.3g} nats a"
-                " token: all are captured from now on; find out why the trainer's weights or numbers are not the"
-                " engine's, then clear it"
+                " token: engines return all from now on; find out why the trainer's weights or numerics differ from the"
+                " engine's, then clear the alarm"
             )
             bound = self._capture.max_mismatch
             alarm = Alarm(name=CAPTURE_MISMATCH, reason=reason, value=self._mismatch, threshold=bound)
@@ -163,7 +157,7 @@ class Recomputation:
             yield learner.actor
             return
         row = self._ledger.versions.get(version)
-        assert row is not None  # Rows of versions that are not known were left out.
+        assert row is not None  # `without_lost` dropped rows of unknown versions
         if row.is_base and learner.reference is not None and learner.reference_is_base:
             yield learner.reference
             return

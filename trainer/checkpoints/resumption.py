@@ -1,7 +1,4 @@
-"""Which checkpoints stay, and which keep critic and optimiser; and from which of them training resumes.
-
-Writes critic and optimisers behind a version that is registered, and deletes what is not needed any more.
-"""
+"""Writes critic and optimisers of registered versions, prunes checkpoints, and finds the state to resume from."""
 
 import errno
 import os
@@ -45,7 +42,7 @@ _log = structlog.get_logger()
 
 
 def require_weights(version: Version, store: CheckpointStore) -> None:
-    """Raise EnvironmentRefused unless all files of a registered version are those that were published."""
+    """Raise EnvironmentRefused unless all files of a registered version match its manifest."""
     try:
         _check(version, store)
     except CheckpointRejected as error:
@@ -58,7 +55,7 @@ def require_weights(version: Version, store: CheckpointStore) -> None:
 
 
 def find_state(version: Version, versions: Versions, store: CheckpointStore) -> Path | None:
-    """The folder of critic and optimiser to resume with, the version's own or the nearest older one's; None without."""
+    """The folder of critic and optimisers to resume with: the version's, the newest older one, or None."""
     if version.begins:
         return None
     if not is_weights_only(version.path):
@@ -89,12 +86,12 @@ def _check(version: Version, store: CheckpointStore) -> None:
     check_files(version.path, read_manifest(version.path, sha256=version.manifest_sha256))
 
 
-#: Versions that are kept only because replies wait that they sampled. Those of older ones cannot be recomputed.
+#: Versions kept only because waiting replies were sampled by them; those of older ones cannot be recomputed.
 _WAITED_FOR = 8
 
 
 def prune_by_settings(settings: Settings, store: CheckpointStore, ledger: Ledger, *, writing: int = 0) -> None:
-    """Delete what the settings do not keep; the state of version `writing` is about to be written."""
+    """Prune by the settings; the state of version `writing` is about to be written."""
     keeps, all_captured = settings.trainer, settings.explorer.capture.logprobs == "all"
     prune(
         store,
@@ -117,15 +114,12 @@ def prune(
     still_sampled: Callable[[Collection[int]], list[int]] | None = None,
     keep_all: Collection[int] = (),
 ) -> None:
-    """Delete checkpoints but the last `keep` of each policy, and never one that is served, may be, or is resumed from.
+    """Delete checkpoints except the last `keep` per policy and all that are or may be served, or are resumed from.
 
-    Of a policy that was deleted none stays, but those that others begin with. `keep` 0 means all of them, as for the
-    policies `keep_all`. Those of
-    every `keep_interval`-th step stay, too, and what a rollback would go back to, if there is such a version, and what
-    would be resumed from after a rollback or a rejection, and the newest _WAITED_FOR of those that `still_sampled` says
-    replies wait of, which may have to be recomputed. All keep their weights alone but the one that is resumed from, and
-    the newest before it that has critic and optimiser, while it has none, and `writing`. A disk that refuses is no
-    reason to stop training.
+    A deleted policy keeps none but those that other policies start from. `keep` 0 keeps all, as for policies in
+    `keep_all`. Also kept: each `keep_interval`-th step; the target of a rollback or rejection; the newest _WAITED_FOR
+    versions that `still_sampled` returns, for recomputation. Only the version to resume from keeps critic and
+    optimisers, the newest before it while it has none, and `writing`. A disk error does not stop training.
     """
     spared, resumed, newest = set[int](), {writing}, 0
     for seen in versions.lines():
@@ -143,10 +137,10 @@ def prune(
         resumed.add(with_state)
     aside: dict[Path, Path] = {}
     try:
-        with versions.hold() as now:  # Meanwhile another decision may have been made.
+        with versions.hold() as now:  # a decision may have come meanwhile
             spared |= set[int]().union(*map(_must_stay, now))
             places = {each.version: each.path for line in now for each in line.versions if each.version in spared}
-            # Versions that begin with the weights of another share its folder.
+            # Versions that start from another's weights share its folder.
             aside.update(store.put_aside(places.values(), newest=newest))
         begun = {each.version for line in now for each in line.versions if each.begins}
         resumed |= {line.newest for line in now} - begun
@@ -162,19 +156,18 @@ def prune(
 
 
 def _must_stay(registered: VersionsNow) -> set[int]:
-    """What serves, may serve, or is resumed from, now or after a rollback or a rejection."""
+    """Versions that serve, may serve, or are resumed from, now or after a rollback or rejection."""
     may_serve = {VersionState.CANDIDATE, VersionState.CANARY, VersionState.CHAMPION}
     needed = {each.version for each in registered.versions if each.pinned or each.state in may_serve}
     needed |= {registered.newest, registered.champion_before or 0}
     return needed | {registered.newest_without(version) for version in needed}
 
 
-#: A writer that is about to be done is waited for, rather than that a state is skipped, where the disk is waited for.
-_PATIENCE_S = 0.2
+_PATIENCE_S = 0.2  # seconds to wait for a writer that is almost done, instead of skipping a state
 
 
 class PublishedVersion(NamedTuple):
-    """A registered version: where it is, what its manifest is, after which step it was, and whose it is."""
+    """A version in its place: folder, manifest, step and policy."""
 
     version: int
     path: Path
@@ -184,9 +177,9 @@ class PublishedVersion(NamedTuple):
 
 
 class StateToWrite(NamedTuple):
-    """What is to be written behind a version. `state`: None if the writer is busy, or there is no room.
+    """A state to write after a version. `state` None: the writer is busy, or there is no room.
 
-    `is_live`: the learner's own tensors, which change with its next step.
+    `is_live`: the learner's own tensors, which its next step changes.
     """
 
     state: CapturedState | None
@@ -196,7 +189,7 @@ class StateToWrite(NamedTuple):
 
 
 class StateWriter:
-    """One thread, one state at a time: a version that comes while it is busy is published without."""
+    """Writes one state at a time in a thread; a version published meanwhile has no state."""
 
     def __init__(self, settings: Settings, ledger: Ledger, store: CheckpointStore, *, epoch: int) -> None:
         self._settings, self._ledger, self._store, self._epoch = settings, ledger, store, epoch
@@ -204,34 +197,28 @@ class StateWriter:
         self._work: Future[None] | None = None
         self._measured: SimpleQueue[tuple[int, Metrics]] = SimpleQueue()
         self._copies = MemoryCopies(snapshot.size_of_state, snapshot.copy_state)
-        #: By policy its last version, while that is without a state.
-        self._without: dict[int, PublishedVersion] = {}
-        #: The version whose state was captured last.
-        self._captured: PublishedVersion | None = None
-        #: What is written of a version goes first.
-        self.priority = DiskPriority()
-        #: Whether the last state did not fit on the disk.
-        self.full = False
-        #: Whether there was no room for one when the last version had been published, and older ones deleted.
-        self._has_no_room = False
-        #: The bytes of the state that is written now or next, and where it is being written.
-        self._pending = 0
+        self._without: dict[int, PublishedVersion] = {}  # last version by policy, while it has no state
+        self._captured: PublishedVersion | None = None  # the version of the last captured state
+        self.priority = DiskPriority()  # lets writing a version go first
+        self.full = False  # whether the last state did not fit on the disk
+        self._has_no_room = False  # whether the disk had no room for a state after the last publication and pruning
+        self._pending = 0  # bytes of the current or next state
         self._staging: Path | None = None
 
     def prepare(self, learner: Learner) -> None:
-        """Begin to make room for the copies of a GPU's state, in the thread: else the first step would wait for it."""
+        """Reserve memory for copies of a GPU's state in the thread, so that the first step does not wait."""
         self._copies.prepare(learner, self._pool)
 
     def capture(self, learner: Learner, *, patience_s: float = _PATIENCE_S) -> StateToWrite:
-        """Take a copy of the state, unless the writer is busy; without room for one, the state itself."""
+        """Copy the state unless the writer is busy; without memory for a copy, use the state itself."""
         size = snapshot.size_of_state(learner)
-        obstacle = "behind the last version the disk had no room for one" if self._has_no_room else None
+        obstacle = "the disk had no room for one after the last version" if self._has_no_room else None
         if self._is_busy(patience_s):
-            obstacle = "the one before is still written"
+            obstacle = "the previous one is still being written"
         started, state, is_live = time.perf_counter(), None, False
         if obstacle is not None:
             _log.warning("state_skipped", step=learner.steps, reason=obstacle)
-        elif (state := self._copy(learner)) is None and learner.ranks.size == 1:  # Else no process has all of it.
+        elif (state := self._copy(learner)) is None and learner.ranks.size == 1:  # otherwise no process has all of it
             state, is_live = snapshot.state_of(learner), True
         if state is None:
             return StateToWrite(None, size, is_live=False, measured={"state/skipped": 1.0})
@@ -239,7 +226,7 @@ class StateWriter:
         return StateToWrite(state, size, is_live, measured)
 
     def follow(self, published: PublishedVersion, captured: StateToWrite) -> None:
-        """Write what was captured for a version that is registered now, while training goes on, and prune."""
+        """Write the captured state of a registered version while training continues, and prune."""
         self._without[published.policy] = published
         if captured.state is None and self._is_busy(0):
             return
@@ -250,14 +237,14 @@ class StateWriter:
             self.join()
 
     def catch_up(self, learner: Learner, version: int) -> None:
-        """Before another learner's steps: write the state of `version`, which `learner` is, if that was skipped."""
+        """Write the skipped state of `version`, which `learner` is, before another learner trains."""
         last = next((each for each in self._without.values() if each.version == version), None)
         if last is not None and last != self._captured:
             self.join()
             self.follow(last, self.capture(learner))
 
     def finish(self, learner: Learner | None, version: int, curves: CurveWriter) -> bool:
-        """Before `learner`, which is `version`, goes: write its state now, if that was skipped; whether it is there."""
+        """Write the skipped state of `version`, which `learner` is, before it is released; whether it has a state."""
         self.join()
         last = next((each for each in self._without.values() if each.version == version), None)
         if learner and last is not None:
@@ -269,7 +256,7 @@ class StateWriter:
         return last is None or last.policy not in self._without
 
     def settle(self, curves: CurveWriter, *, policy: int = 0) -> None:
-        """Before the learner is loaded again: what it was then is not that of any version any more."""
+        """Before the learner is reloaded: drop its pending state, which no longer matches a version."""
         self.join()
         self.report(curves)
         self._without.pop(policy, None)
@@ -282,32 +269,31 @@ class StateWriter:
 
     @property
     def unwritten(self) -> int:
-        """The bytes that the disk is yet to take of the state that is written now or next."""
-        staging, written = self._staging, 0  # the thread may be done with it at any time
+        """Bytes of the current or next state that the disk still has to take."""
+        staging, written = self._staging, 0  # the thread may finish at any time
         for folder, _, names in os.walk(staging) if staging is not None else ():
             for name in names:
-                with suppress(FileNotFoundError):  # It has just been put in its place.
+                with suppress(FileNotFoundError):  # just moved to its place
                     written += os.stat(os.path.join(folder, name)).st_size
         return max(0, self._pending - written)
 
     def close(self) -> None:
-        """Let the thread end, after what it is at."""
+        """Finish the thread's work and stop it."""
         self._pool.shutdown()
 
     def report(self, curves: CurveWriter) -> None:
-        """Write what has been measured since the last call."""
         for step, measured in self.drain():
             curves.add(step, measured)
 
     def drain(self) -> list[tuple[int, Metrics]]:
-        """What has been measured since the last call, each with its step."""
+        """Metrics since the last call, with their steps."""
         return [self._measured.get() for _ in range(self._measured.qsize())]
 
     def _copy(self, learner: Learner) -> CapturedState | None:
         state = self._copies.of(learner)
         if state is None:
             event = "state_not_kept" if learner.ranks.size > 1 else "state_written_in_the_foreground"
-            _log.warning(event, reason="there is no main memory for a copy of it")
+            _log.warning(event, reason="main memory has no room for a copy")
         return state
 
     def _is_busy(self, patience_s: float) -> bool:
@@ -323,13 +309,13 @@ class StateWriter:
         try:
             prune_by_settings(self._settings, self._store, self._ledger, writing=published.version)
             measured["time/publish/prune"] = time.perf_counter() - started
-        except LedgerError as error:  # The loop meets it in its own verbs.
+        except LedgerError as error:  # the loop meets it too
             _log.warning("prune_failed", reason=str(error))
         if state is not None:
             measured |= self._try(published, state, size)
             self._pending, self._staging = 0, None
         elif self._has_no_room:
-            with suppress(OSError):  # The next publication meets it.
+            with suppress(OSError):  # the next publication meets it
                 self._has_no_room = measure_space(self._settings.job_dir, needed=size).missing > 0
         self._measured.put((published.step, measured))
 
@@ -343,13 +329,13 @@ class StateWriter:
             reason = f"critic and optimiser of version {published.version} are not kept: {error}"
             alarm = Alarm(name=DISK_FULL, reason=reason, step=published.step)
             _log.error("state_not_kept", reason=alarm.reason)
-            with suppress(LedgerError):  # The log has said it; the next state that does not fit says it again.
+            with suppress(LedgerError):  # it is logged; the next full disk repeats it
                 self._ledger.alarms.raise_alarm(alarm)
             return {"state/skipped": 1.0}
-        except (OSError, SafetensorError) as error:  # A newer trainer has moved it away, or the disk refuses.
+        except (OSError, SafetensorError) as error:  # a newer trainer moved it, or the disk failed
             _log.error("state_not_kept", version=published.version, reason=str(error))
             return {"state/skipped": 1.0}
-        # Not by its number: one that was not registered has a namesake.
+        # Not by its number: an unregistered version may share it.
         if self._without.get(published.policy) == published:
             del self._without[published.policy]
         self.full = False
@@ -379,7 +365,7 @@ class StateWriter:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether the disk, or the user's share of it, is full. safetensors has the number in words only."""
+    """Whether the disk or the quota is full. safetensors has the error number only in its message."""
     numbers = (errno.ENOSPC, errno.EDQUOT)
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in numbers

@@ -1,25 +1,19 @@
-"""The learner on disk: everything it needs to go on to the bit, as safetensors and JSON.
+"""Saves and restores a learner exactly, as safetensors and JSON.
 
     actor/            a Hugging Face folder: the weights to be served, and the base model's tokenizer, templates, config
-                      (where only an adapter is trained: that alone, as trainer/models/lora.py writes it)
-    critic/           the same for the critic's body, and its value head; methods without a critic have none
+                      (with an adapter: only the adapter, as trainer/models/lora.py writes it)
+    critic/           the same for the critic's body, and its value head, for methods with a critic
     trainer_state/
-      actor.safetensors, critic.safetensors    AdamW's moments, and float32 master weights where the models are smaller
+      actor.safetensors, critic.safetensors    AdamW's moments, and float32 master weights of models in smaller types
       random.safetensors                       the state of the generator that shuffles mini-batches
-      state.json                               counters, and what the algorithm remembers of rewards
+      state.json                               counters, and the algorithm's moments of rewards
 
-The reference is not here: it is always the base model. The critic and the first line of the trainer's state are written
-after the rest, or not at all, and of an older version they are deleted: who goes on from it has its weights and
-counters, and AdamW's memory and the critic of an older version, or begins these again. Writes safetensors files so
+The reference is always the base model. The critic and the optimisers' files are written last, or not at all, and
+deleted from older versions; a resumption from such a version takes them from an older one, or starts them anew.
 
-that nothing waits long for the disk beside them, and returns their sha256.
-
-What a process writes lies in memory until the kernel, or any process's fsync, brings it to the disk; and an fsync on a
-journaling file system waits for what others have written before. A checkpoint written at the speed of memory keeps
-requests, which are on disk before they are acknowledged, waiting for seconds. So it is brought to disk piece by piece.
-A thread hashes each piece while it is written, and several files are written at once.
-
-What nothing waits for, critic and optimisers, has the disk while no version is being written (`DiskPriority`).
+Written data stays in memory until an fsync, and an fsync on a journaling file system waits for all earlier writes. At
+memory speed, a checkpoint would block the requests' fsyncs for seconds. So files are synced piece by piece, several at
+once, each with a thread that hashes the pieces. Critic and optimisers wait while a version is written (`DiskPriority`).
 """
 
 import hashlib
@@ -70,14 +64,9 @@ from tuneloop.trainer.models.ulysses import require_divisible
 from tuneloop.trainer.parallel import ALONE, LoadOrder, Ranks, StateOrder, WeightsOrder, gather, local_part
 from tuneloop.trainer.transfer import bring_back
 
-#: Bytes that are written before they are brought to disk. A disk of 500 MB/s takes a thirtieth of a second for them.
-PIECE = 16 << 20
-
-#: Files that are written at once; each has a thread that hashes it besides.
-_WRITERS = 4
-
-#: How long a piece waits for what is more urgent.
-_PATIENCE_S = 1.0
+PIECE = 16 << 20  # bytes written between two syncs: a thirtieth of a second at 500 MB/s
+_WRITERS = 4  # files written at once; each has one more thread for its hash
+_PATIENCE_S = 1.0  # longest wait of a piece for more urgent ones
 
 _ALIGNMENT = 8
 
@@ -96,7 +85,7 @@ _TYPES = {
 
 
 class DiskPriority:
-    """Has pieces of files wait while something more urgent is written, but each for `_PATIENCE_S` at most."""
+    """Lets pieces of files wait, up to `_PATIENCE_S` each, while something more urgent is written."""
 
     def __init__(self) -> None:
         self._free = threading.Event()
@@ -104,7 +93,7 @@ class DiskPriority:
 
     @contextmanager
     def urgent(self) -> Iterator[None]:
-        """What is written within the block goes first; there is one such block at a time."""
+        """Writes in the block go first; one block at a time."""
         self._free.clear()
         try:
             yield
@@ -112,15 +101,14 @@ class DiskPriority:
             self._free.set()
 
     def wait(self) -> None:
-        """Before a piece that is not urgent."""
+        """Call before a piece that is not urgent."""
         self._free.wait(_PATIENCE_S)
 
 
 class TensorFiles:
-    """Safetensors files on their way to the disk, by `write` or by save_pretrained within `saving`.
+    """Writes safetensors files in threads, by `write` or by save_pretrained within `saving`.
 
-    The tensors must stay as they are until `digests` has been asked, or the block has ended. With a `priority` they are
-    not urgent.
+    The tensors must not change until `digests` returns or the block ends. With a `priority` the files are not urgent.
     """
 
     def __init__(self, priority: DiskPriority | None = None) -> None:
@@ -137,13 +125,11 @@ class TensorFiles:
     def write(
         self, tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Begin to write a file."""
         work = self._pool.submit(write_tensors, tensors, path, metadata, priority=self._priority)
         self._written[Path(path)] = work
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Have save_pretrained write its weights so, in this thread."""
         _here.files = self
         try:
             yield
@@ -151,7 +137,7 @@ class TensorFiles:
             _here.files = None
 
     def digests(self) -> dict[Path, str]:
-        """The sha256 of each file, once all are written. Raises OSError or SafetensorError if one could not be."""
+        """The sha256 of each file, once all are written. Raises OSError or SafetensorError."""
         return {path: each.result() for path, each in self._written.items()}
 
 
@@ -162,7 +148,7 @@ def write_tensors(
     *,
     priority: DiskPriority | None = None,
 ) -> str:
-    """Write a safetensors file, at most PIECE bytes of it on the way to the disk; its sha256. Raises OSError."""
+    """Write a safetensors file with at most PIECE unsynced bytes; its sha256. Raises OSError."""
     if any(each.dtype not in _TYPES for each in tensors.values()):
         save_file(dict(tensors), path, None if metadata is None else dict(metadata))
         return sha256_of(Path(path))
@@ -187,7 +173,7 @@ def write_tensors(
 
 
 def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[bytes | memoryview]:
-    # The widest first: so each begins at a multiple of its own width.
+    # Widest first, which aligns each tensor to its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     yield _header(ordered, metadata)
     for _, tensor in ordered:
@@ -214,7 +200,7 @@ _save_file = _transformers.safe_save_file
 
 
 def _write(tensors: Mapping[str, Tensor], path: str, metadata: Mapping[str, str] | None = None) -> None:
-    """What save_pretrained calls in transformers 5.5 to 5.19, which has no option for who writes."""
+    """Replaces the function in save_pretrained of transformers 5.5 to 5.19, which has no option for a writer."""
     files: TensorFiles | None = getattr(_here, "files", None)
     if files is None:
         _save_file(tensors, path, metadata=metadata)
@@ -233,7 +219,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """What state.json holds. A learner without a critic has made no updates of it."""
+    """The content of state.json."""
 
     steps: int
     actor_updates: int
@@ -242,7 +228,7 @@ class Counters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CapturedWeights(NamedTuple):
-    """What is served after `step`, and what says how training goes on from it."""
+    """The weights served after `step`, and the counters to resume with."""
 
     step: int
     actor: Actor
@@ -253,7 +239,7 @@ class CapturedWeights(NamedTuple):
 
 
 class CapturedState(NamedTuple):
-    """What going on to the bit needs besides the weights: the tensors of the optimisers' files, and of the critic."""
+    """The rest of an exact resumption: the tensors of optimisers and critic."""
 
     optimizers: Mapping[str, Mapping[str, Tensor]]
     critic: Critic | None
@@ -261,7 +247,7 @@ class CapturedState(NamedTuple):
 
 
 def load(settings: Settings, folder: Path | None, ranks: Ranks = ALONE) -> Learner:
-    """The learner saved in `folder`, or one that starts from the base model. The files must have been checked."""
+    """The learner saved in `folder`, or a new one of the base model. The files must have been verified."""
     return resume(settings, folder, None if folder is None or is_marked_weights_only(folder) else folder, ranks)
 
 
@@ -274,11 +260,11 @@ def resume(
     begins: bool = False,
     network: PreTrainedModel | None = None,
 ) -> Learner:
-    """The learner with the weights in `folder`, and critic and AdamW's memory of the same or an older version.
+    """The learner with the weights of `folder`, and critic and optimisers of `state`, the same or an older version.
 
-    Without `state` these begin again, and all but the weights if it `begins` with them. `network` is the base model, if
-    it is there, which the learner is to have an adapter of. Rank 0 makes the others load the same. Raises
-    EnvironmentRefused for what does not fit. The files must have been checked.
+    Without `state` these start anew, and if it `begins` with the weights, all else too. `network` is a loaded base
+    model for an adapter. Rank 0 makes the others load the same. The files must have been verified. Raises
+    EnvironmentRefused for settings that do not fit.
     """
     ranks.lead(LoadOrder(None if folder is None else str(folder), None if state is None else str(state)))
     base = settings.model.model_path
@@ -286,7 +272,7 @@ def resume(
     actor = actor_in(settings, folder / ACTOR if folder else base, ranks, network)
     reference = critic = kept_critic = None
     if page.critic_loss is not None:
-        if state and (state / CRITIC).exists():  # A version that another method trained has none: it is learnt again.
+        if state and (state / CRITIC).exists():  # another method may have trained the version without one
             kept_critic = state / CRITIC
         critic = actor.critic(settings, kept_critic or base, ranks)
     if page.asks(settings.algorithm).reference:
@@ -303,25 +289,25 @@ def resume(
             _log.warning("optimizer_begins_anew", folder=folder.name, critic_too=learner.critic is not None)
         learner.baselines = counters.baselines
         learner.generator.set_state(load_file(folder / TRAINER_STATE / RANDOM)["generator"])
-        # The weights of the actor have had its updates, whatever its moments have seen.
+        # The actor's weights have had all updates, even if its moments are older.
         updates = {"actor": counters.actor_updates, "critic": kept.critic_updates}
         kept_states = {"actor": state, "critic": state if kept_critic else None}
         for name, optimizer in learner.optimizers.items():
             if (there := kept_states[name]) and (file := there / TRAINER_STATE / f"{name}.safetensors").exists():
-                # Masters that are older than the weights would take their place.
+                # Masters older than the weights would replace them.
                 masters = name != "actor" or state == folder
                 optimizer.restore(updates=updates[name], kept=KeptTensors(file), masters=masters)
     return learner
 
 
 def save(learner: Learner, folder: Path, *, base: Path) -> None:
-    """Write all of the learner into the empty `folder`; tokenizer and configuration are copied from `base`."""
+    """Write the whole learner into the empty `folder`; tokenizer and configuration are copied from `base`."""
     save_weights(weights_of(learner), folder, base=base)
     save_state(state_of(learner), folder, base=base)
 
 
 class KeptTensors(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, each read when it is asked for."""
+    """The tensors of a safetensors file, read on access."""
 
     def __init__(self, file: Path) -> None:
         self._file: Any = safe_open(file, "pt")
@@ -340,7 +326,7 @@ class KeptTensors(Mapping[str, Tensor]):
 
 
 def weights_of(learner: Learner) -> CapturedWeights:
-    """The learner's own tensors, which change with its next step; of ranks that share them, a copy."""
+    """The learner's own tensors, which its next step changes; a copy if ranks share them."""
     if learner.ranks.is_sharded:
         return copy_weights(learner, allocate_on_cpu)
     return _describe(learner, learner.actor.tensors())
@@ -360,21 +346,21 @@ def _describe(learner: Learner, tensors: Mapping[str, Tensor]) -> CapturedWeight
 
 
 def copy_weights(learner: Learner, room: Room | None) -> CapturedWeights:
-    """A copy, perhaps still on its way, in memory that `room` makes; all ranks make it together."""
+    """A copy in memory from `room`, perhaps still in progress; all ranks call it together."""
     if learner.ranks.is_sharded:
         learner.ranks.lead(WeightsOrder())
     return _describe(learner, _copy_tensors(learner.actor.tensors(), room))
 
 
 def save_weights(weights: CapturedWeights, folder: Path, *, base: Path) -> dict[Path, str]:
-    """Write what is served, and the counters, into the empty `folder`; returns the sha256 of the large files."""
+    """Write the served weights and the counters into the empty `folder`; sha256 of the large files."""
     actor, state = folder / ACTOR, folder / TRAINER_STATE
     with TensorFiles() as files:
         with files.saving():
             weights.actor.save(actor, weights.tensors)
         if not (actor / ADAPTER_CONFIG).exists():
-            # Copy all but the weights: what can load the base model can load this folder. The base model's own
-            # config.json replaces that of transformers, whose newest dialect not every engine reads.
+            # Copy all but the weights, so that each tool that loads the base model loads this folder. The base model's
+            # config.json replaces transformers', whose newest format some engines cannot read.
             dtype = json.loads((actor / "config.json").read_text())["dtype"]
             for source in base.iterdir():
                 if (
@@ -395,7 +381,7 @@ def save_weights(weights: CapturedWeights, folder: Path, *, base: Path) -> dict[
 
 
 def state_of(learner: Learner) -> CapturedState:
-    """The learner's own tensors: they change with its next step. Of several ranks, which have but parts, a copy."""
+    """The learner's own tensors, which its next step changes; a copy if there are several ranks."""
     if learner.ranks.size > 1:
         return copy_state(learner, allocate_on_cpu)
     optimizers = {}
@@ -405,12 +391,12 @@ def state_of(learner: Learner) -> CapturedState:
 
 
 def allocate_on_cpu(_: str, like: Tensor) -> Tensor:
-    """Ordinary main memory for `copy_state`."""
+    """Ordinary memory for `copy_state`."""
     return torch.empty_like(like, device="cpu")
 
 
 def copy_state(learner: Learner, room: Room | None) -> CapturedState:
-    """A copy of the state of all ranks, as `copy_weights` makes one."""
+    """A copy of all ranks' state, as in `copy_weights`."""
     learner.ranks.lead(StateOrder())
     optimizers = {
         name: _without_none({key: _copy(f"{name}/{key}", each, room) for key, each in optimizer.state()})
@@ -421,7 +407,7 @@ def copy_state(learner: Learner, room: Room | None) -> CapturedState:
 
 
 def _copy_tensors(tensors: Mapping[str, Tensor], room: Room | None) -> dict[str, Tensor]:
-    """Tied weights are one tensor by two names, and stay so."""
+    """Tied weights are one tensor with two names, and stay so."""
     names: dict[tuple[int | str, torch.Size], str] = {}
     copied: dict[str, Tensor | None] = {}
     for name, tensor in tensors.items():
@@ -444,7 +430,7 @@ def _copy(name: str, tensor: Tensor, room: Room | None) -> Tensor | None:
 def save_state(
     state: CapturedState, folder: Path, *, base: Path, priority: DiskPriority | None = None
 ) -> dict[Path, str]:
-    """Write critic and optimisers into `folder`, behind what is urgent; returns the sha256 of the large files."""
+    """Write critic and optimisers into `folder` after urgent files; sha256 of the large files."""
     critic, optimizers = folder / CRITIC, folder / TRAINER_STATE
     with TensorFiles(priority) as files:
         optimizers.mkdir(exist_ok=True)
@@ -459,12 +445,12 @@ def save_state(
 
 
 def size_of_weights(learner: Learner) -> int:
-    """How many bytes `save_weights` writes, tokenizer aside."""
+    """Bytes that `save_weights` writes, without the tokenizer."""
     return sum(each.numel() * each.itemsize for each in _learnt_parameters(learner.actor.network))
 
 
 def size_of_state(learner: Learner) -> int:
-    """How many bytes `save_state` writes; before the first update, how many it will."""
+    """Bytes that `save_state` writes, also before the first update."""
     models: dict[str, nn.Module] = {"actor": learner.actor.network} | (
         {"critic": learner.critic} if learner.critic else {}
     )
@@ -472,7 +458,7 @@ def size_of_state(learner: Learner) -> int:
     for name, model in models.items():
         moments, saved = learner.optimizers[name].moment_bytes, name == "critic"
         for each in _learnt_parameters(model):
-            # A float32 master, too, if the parameter is smaller.
+            # A float32 master too, if the parameter is smaller.
             found += each.numel() * (each.itemsize * saved + moments + (4 if each.itemsize < 4 else 0))
     return math.ceil(found)
 
@@ -482,7 +468,7 @@ def _learnt_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def probe(learner: Learner, settings: Settings) -> Callable[[], Probe]:
-    """What the actor says of a fixed row of ordinary tokens, once one calls. Raises EnvironmentRefused."""
+    """The actor's log-probabilities of fixed ordinary tokens, on call. Raises EnvironmentRefused."""
     longest = settings.model.max_model_len
     length = PROBE_LENGTH if longest is None else max(2, min(PROBE_LENGTH, longest - PROBE_ROOM))
     chosen = _probe_ids(tokenizer_of(settings), learner.actor.vocabulary, length)
@@ -491,29 +477,29 @@ def probe(learner: Learner, settings: Settings) -> Callable[[], Probe]:
         raise EnvironmentRefused(f"model.model_path: {base} has no tokenizer; put tokenizer.json beside the weights")
     tolerance = _TOLERANCE[settings.trainer_dtype]
     with learner.actor.as_served(), learner.reading_alone(learner.actor):
-        said = bring_back(learner.actor.logprobs(all_but_first(chosen))[0])
-    return lambda: Probe(prompt_ids=chosen, logprobs=tuple(said().tolist()), tolerance=tolerance)
+        measured = bring_back(learner.actor.logprobs(all_but_first(chosen))[0])
+    return lambda: Probe(prompt_ids=chosen, logprobs=tuple(measured().tolist()), tolerance=tolerance)
 
 
 def actor_in(settings: Settings, folder: Path, ranks: Ranks = ALONE, network: PreTrainedModel | None = None) -> Actor:
-    """The actor in a version's folder, or in the base model's; an adapter is added to `network`, if that is there."""
+    """The actor in a version's or the base model's folder; `network` is a loaded base model for an adapter."""
     base, rank = settings.model.model_path, settings.model.lora.rank
     if folder != base and (folder / ADAPTER_CONFIG).exists() != bool(rank):
-        there = "all weights, which no adapter can be begun on" if rank else "an adapter only"
+        there = "all weights, which no adapter can start from" if rank else "only an adapter"
         raise EnvironmentRefused(
-            f"model.lora.rank: is {rank}, but the newest version, {folder}, holds {there}; set it back, or begin "
+            f"model.lora.rank: is {rank}, but the newest version, {folder}, holds {there}; restore it, or start "
             "another experiment under another name"
         )
     if not rank:
         return Actor.load(settings, folder, ranks)
-    from tuneloop.trainer.models.lora import AdaptedActor  # peft takes seconds to import
+    from tuneloop.trainer.models.lora import AdaptedActor  # importing peft takes seconds
 
     return AdaptedActor.load(settings, folder, ranks, network)
 
 
 @cache
 def _probe_ids(words: PreTrainedTokenizerBase, vocabulary: int, length: int) -> tuple[int, ...]:
-    """So many ordinary tokens, always the same; none if there are none."""
+    """So many ordinary tokens, always the same; empty if there are none."""
     special = {*words.all_special_ids, *words.added_tokens_decoder}
     ordinary = [token for token in range(min(vocabulary, len(words))) if token not in special]
     generator = torch.Generator().manual_seed(_PROBE_SEED)

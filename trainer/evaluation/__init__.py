@@ -1,1 +1,1 @@
-"""Held-out evaluation of a version, and what is kept of it."""
+"""Held-out evaluation of versions."""

@@ -1,7 +1,7 @@
-"""Held-out evaluation: the actor answers tasks that it is never trained on, and the answers are judged.
+"""Evaluates versions on held-out tasks: the actor answers greedily, and a judge scores the answers.
 
-Greedy, so the same weights get the same score. Dimension suffixes are explained in trainer/batches/batch.py. For the
-gate, where no engine can be spared, each version is evaluated before the explorer may load it.
+Equal weights get equal scores. For the gate, each version is evaluated before the explorer may load it, on the
+trainer's GPU, so that no engine is needed.
 """
 
 import time
@@ -42,7 +42,7 @@ _AGAIN_S = 60.0
 
 @contextmanager
 def judging(settings: Settings) -> Iterator[Judge]:
-    """How replies are judged, for one evaluation. Raises EnvironmentRefused without the function, or rubric."""
+    """The judge of one evaluation. Raises EnvironmentRefused without its function or rubric."""
     known = judge_of(settings.monitor.evaluation)
     if known is not None:
         yield known
@@ -76,7 +76,7 @@ def judging(settings: Settings) -> Iterator[Judge]:
         except JudgeFailed:
             return None
         except JudgeAway as error:
-            raise NotEvaluated(f"the judge is away: {error.reason}") from None
+            raise NotEvaluated(f"the judge is unavailable: {error.reason}") from None
 
     try:
         yield judge
@@ -85,19 +85,17 @@ def judging(settings: Settings) -> Iterator[Judge]:
 
 
 class HeldOut:
-    """The tasks of an experiment, ready to be asked."""
-
     def __init__(self, settings: Settings, tasks: Sequence[Task]) -> None:
-        """Raises EnvironmentRefused for a task that the model cannot be asked."""
+        """Raises EnvironmentRefused for a task that does not fit the model."""
         self._options = settings.monitor.evaluation
         self._budget = settings.trainer.tokens_at_once
         self._tokenizer = tokenizer_of(settings)
         self._ends = ends_of(settings.model.model_path, self._tokenizer)
         self._settings = settings
-        with judging(settings):  # What is refused is so now.
+        with judging(settings):  # raises now what it would raise later
             pass
         self._refusals = settings.monitor.drift.refusals_found
-        #: Which tasks these are, and how they are judged.
+        #: Identifies the tasks and how they are judged.
         self.fingerprint = fingerprint(tasks, self._options, settings.judge)
         longest = settings.model.max_model_len
         self._asked: list[tuple[Task, list[int]]] = []
@@ -115,21 +113,21 @@ class HeldOut:
         self._asked.sort(key=lambda asked: len(asked[1]))
 
     def score(self, actor: Actor) -> Metrics:
-        """The mean score, of all tasks and of each slice, as curves. Raises NotEvaluated if the judge cannot say."""
+        """The mean score of all tasks and of each slice, as curves. Raises NotEvaluated."""
         started = time.perf_counter()
         scores = {each.slice: each.value for each in self.figures(actor) if each.metric == SCORE}
         means = {f"evaluation/score/{part}" if part else "evaluation/score": value for part, value in scores.items()}
         return means | {"time/evaluation": time.perf_counter() - started}
 
     def figures(self, actor: Actor) -> tuple[Figure, ...]:
-        """Score, length and refusals of the actor's replies. Raises NotEvaluated if the judge cannot say."""
-        said: list[tuple[Task, list[int]]] = []
+        """Score, length and refusals of the actor's replies. Raises NotEvaluated."""
+        generated: list[tuple[Task, list[int]]] = []
         progress = EvaluationProgress(len(self._asked))
         for part in self._batches():
             replies = self._generate(actor, [ids for _, ids in part])
-            said += [(task, ids) for (task, _), ids in zip(part, replies, strict=True)]
+            generated += [(task, ids) for (task, _), ids in zip(part, replies, strict=True)]
             progress.add(len(part))
-        pairs = [(task, cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))) for task, ids in said]
+        pairs = [(task, cast(str, self._tokenizer.decode(ids, skip_special_tokens=True))) for task, ids in generated]
         try:
             with judging(self._settings) as judge:
                 if self._options.judge != "model":
@@ -137,16 +135,16 @@ class HeldOut:
                 else:
                     with ThreadPoolExecutor(self._settings.judge.concurrency) as threads:
                         scores = list(threads.map(lambda each: judge(*each), pairs))
-        except EnvironmentRefused as error:  # It was there at the start.
+        except EnvironmentRefused as error:  # it existed at the start
             raise NotEvaluated(str(error)) from error
         answered = [
             TaskReply(task, reply, len(ids), score, whole=ids[-1] in self._ends)
-            for (task, ids), (_, reply), score in zip(said, pairs, scores, strict=True)
+            for (task, ids), (_, reply), score in zip(generated, pairs, scores, strict=True)
         ]
         return figures_of(answered, fingerprint=self.fingerprint, refusals=self._refusals)
 
     def _batches(self) -> Iterator[list[tuple[Task, list[int]]]]:
-        """As many questions at once as fit into the trainer's budget of tokens; like goes with like."""
+        """Questions of similar length, as many at once as the trainer's token budget allows."""
         part: list[tuple[Task, list[int]]] = []
         for question in self._asked:
             if part and (len(part) + 1) * (len(question[1]) + self._options.most_tokens) > self._budget:
@@ -157,10 +155,10 @@ class HeldOut:
 
     @torch.no_grad()
     def _generate(self, actor: Actor, prompts: Sequence[list[int]]) -> list[list[int]]:
-        """The tokens of the replies, each up to the one that ends it."""
+        """The replies' tokens, each up to its end token."""
         network = actor.network
         padding = self._tokenizer.pad_token_id or 0
-        # All said, so that nothing of the model's own generation_config.json applies.
+        # All are given, so that the model's generation_config.json has no effect.
         greedy = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False,
             num_beams=1,
@@ -173,7 +171,7 @@ class HeldOut:
             pad_token_id=padding,
             use_cache=True,
         )
-        longest = max(map(len, prompts))  # All end in the last column.
+        longest = max(map(len, prompts))  # padded on the left
         ids_BT = torch.tensor([[padding] * (longest - len(ids)) + ids for ids in prompts]).to(network.device)
         mask_BT = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]).to(network.device)
         generated_BT = cast(Any, network).generate(ids_BT, attention_mask=mask_BT, generation_config=greedy)
@@ -194,16 +192,15 @@ class HeldOut:
 
 
 def is_evaluated_here(settings: Settings) -> bool:
-    """Whether the trainer evaluates versions for the gate."""
     return settings.gate.mode != "off" and evaluator_of(settings) is Evaluator.TRAINER
 
 
 class GateEvaluation:
-    """Evaluates versions for one trainer. Raises EnvironmentRefused if the tasks cannot be asked."""
+    """Evaluates versions for one trainer. Raises EnvironmentRefused for tasks that do not fit the model."""
 
     def __init__(self, settings: Settings, ledger: Ledger, *, again_s: float = _AGAIN_S) -> None:
         self._settings, self._ledger, self._again_s = settings, ledger, again_s
-        #: Whether versions are evaluated here, each while the learner is that version.
+        #: Whether versions are evaluated here, while the learner has their weights.
         self.wanted = is_evaluated_here(settings)
         tasks = tasks_of(settings.monitor.evaluation) if self.wanted else []
         self._held_out = HeldOut(settings, tasks) if tasks else None
@@ -211,7 +208,7 @@ class GateEvaluation:
         self._not_before = 0.0
 
     def evaluate(self, learner: Learner, version: int) -> None:
-        """Record the figures of `version`, which the learner is, and of the champion, if they are not there yet."""
+        """Record missing figures of `version`, which the learner is, and of the champion."""
         if not self.wanted or time.monotonic() < self._not_before:
             return
         champion = self._ledger.versions.champion()
@@ -221,7 +218,7 @@ class GateEvaluation:
         try:
             self._compare(learner, version, champion, before)
         except (NotEvaluated, torch.OutOfMemoryError) as error:
-            reason = str(error) if isinstance(error, NotEvaluated) else "it does not fit into the GPU's memory"
+            reason = str(error) if isinstance(error, NotEvaluated) else "the GPU's memory is too small"
             _log.warning("version_not_evaluated", version=version, reason=reason)
             self._not_before = time.monotonic() + self._again_s
 
@@ -243,17 +240,16 @@ class GateEvaluation:
         details = verdict.details(champion.version)
         reason = verdict.reason(champion.version)
         self._ledger.versions.note(version, VersionAction.EVALUATED, by="trainer", reason=reason, details=details)
-        # Only now: with them in the ledger the version may be rejected, or served, at once.
+        # Last: with these figures the version may be rejected or served at once.
         record(version, Evaluator.TRAINER, found)
         seconds = round(time.perf_counter() - started, 3)
         _log.info("version_evaluated", version=version, passed=verdict.passed, reason=reason, seconds=seconds)
 
     def _answers(self, actor: Actor) -> tuple[Figure, ...]:
-        """What its answers to the tasks come to; without tasks, only that there are none."""
+        """The figures of an actor; without tasks, empty ones."""
         if self._held_out is None:
             return figures_of((), fingerprint=self._fingerprint, refusals=())
         return self._held_out.figures(actor)
 
     def _figures(self, version: int) -> tuple[Figure, ...]:
-        """What is known of a version, if it is of these tasks."""
         return figures_on(self._ledger.evaluations.of(version, Evaluator.TRAINER), self._fingerprint)

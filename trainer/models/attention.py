@@ -1,11 +1,9 @@
-"""Attention over sequences that lie side by side in one row: each sees itself alone, and nothing is padded.
+"""Attention over packed sequences: each attends to itself only, without padding.
 
-It stands in transformers' table of attention functions under the name PACKED, so that any decoder that looks there can
-read such a row. Where its sequences begin comes by the names that transformers has for it. A call that does not say
-is answered by `sdpa`, which is what generation needs.
-
-On a GPU, in 16 bits, one kernel of torch's reads the whole row. Elsewhere sequences of one length are one call. Ranks
-that share the row exchange positions for heads before, and back behind (ulysses.py).
+Registered with transformers as PACKED, for any decoder that uses its table; transformers' arguments carry the bounds of
+the sequences. A call without bounds uses `sdpa`, as generation needs. On a GPU, in 16 bits, one torch kernel reads the
+row; elsewhere there is a call per run of equal lengths. Ranks that share the row exchange positions for heads before,
+and back after (ulysses.py).
 """
 
 import inspect
@@ -30,23 +28,20 @@ _log = structlog.get_logger()
 
 PACKED = "packed"
 
-#: What some decoders hand to attention that is left out here.
-_UNKNOWN = ("softcap", "s_aux", "position_bias")
-#: Attention of other kinds looks further than one sequence, or not as far as it seems.
-_KINDS = {"full_attention", "sliding_attention"}
-#: The kernel's widest head; it also wants a multiple of eight.
-_WIDEST_HEAD = 256
+_UNKNOWN = ("softcap", "s_aux", "position_bias")  # arguments of some decoders that are not supported here
+_KINDS = {"full_attention", "sliding_attention"}  # supported kinds; others look beyond one sequence, or less far
+_WIDEST_HEAD = 256  # the kernel's widest head; it also needs a multiple of eight
 _OPTIONS = frozenset(inspect.signature(varlen.varlen_attn).parameters)
-#: Whether torch's kernel has what we need of it, from 2.11 on, and has an argument for heads that share keys.
-_KERNEL_FITS, _KERNEL_IS_TOLD = {"scale", "window_size"} <= _OPTIONS, "enable_gqa" in _OPTIONS
+#: Whether torch's kernel has the options that we need (from 2.11), and one for heads that share keys.
+_KERNEL_FITS, _KERNEL_HAS_GQA = {"scale", "window_size"} <= _OPTIONS, "enable_gqa" in _OPTIONS
 _KERNEL_DEVICE = "cuda"
-#: How far a packed row may be from its sequences alone, relative to the largest number.
+#: Tolerated difference of a packed row from its sequences alone, relative to the largest number.
 _TOLERANCE = {torch.float32: 1e-3}
 _ROUGH = 0.1
 
 
 class Bounds(TypedDict):
-    """Where the sequences of a packed row begin and end, as a model's forward takes it."""
+    """Bounds of the sequences in a packed row, as arguments of a model's forward."""
 
     cu_seq_lens_q: Tensor
     cu_seq_lens_k: Tensor
@@ -59,23 +54,21 @@ class _NotPackable(Exception):
 
 
 def bounds_of(lengths: list[int], device: torch.device) -> Bounds:
-    """The bounds of sequences of such lengths."""
     ends = hand_over(torch.tensor([0, *lengths]).cumsum(0).int(), device)
     return Bounds(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=max(lengths), max_length_k=max(lengths))
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A mask that says nothing: where one of four dimensions is given, no model makes any of its own."""
+    """An empty mask of four dimensions, which stops models from making their own."""
     return torch.empty(1, 1, 0, 0, device=device)
 
 
 def is_packable(network: nn.Module) -> bool:
-    """Whether the network reads packed rows."""
     return bool(cast(PreTrainedModel, network).config._attn_implementation == PACKED)
 
 
 def enable_packing(network: PreTrainedModel) -> None:
-    """Let the network read packed rows, if it says of one what it says of its sequences alone."""
+    """Switch the network to packed rows, if its outputs equal those of the sequences alone."""
     before = network.config._attn_implementation
     reason = _why_not(network)
     if reason is None:
@@ -98,15 +91,15 @@ def _why_not(network: PreTrainedModel) -> str | None:
         return f"its attention is {network.config._attn_implementation}"
     if strange := kinds - _KINDS:
         return f"it has layers of {', '.join(sorted(strange))}"
-    # Models that run in flash attention say at each call how far a layer looks; others only in a mask.
+    # Models with flash attention pass windows at each call; others only use a mask.
     if windows and not getattr(network, "_supports_flash_attn", False):
-        return "its sliding windows are in its masks alone"
+        return "its sliding windows are only in its masks"
     return None
 
 
 @torch.no_grad()
 def _difference(network: PreTrainedModel) -> str | None:
-    """What is wrong with a packed row; None if nothing is."""
+    """Why a packed row gives another output, or None."""
     lengths, device = [7, 3, 3, 1], network.device
     embeddings = cast(nn.Embedding, network.get_input_embeddings())
     ids = torch.arange(sum(lengths), device=device) % embeddings.num_embeddings
@@ -123,14 +116,14 @@ def _difference(network: PreTrainedModel) -> str | None:
     expected = torch.cat(alone)
     apart = float((packed.float() - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
     if not apart <= _TOLERANCE.get(packed.dtype, _ROUGH):
-        return f"a packed row says something else than its sequences alone, by {apart:.2g}"
+        return f"the output of a packed row differs from its sequences' by {apart:.2g}"
     return None
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Queries of shape 1 x heads x positions x width; the answer has positions before heads."""
+    """Queries of shape 1 x heads x positions x width; the result has positions before heads."""
     if options.get("cu_seq_lens_q") is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if strange := [name for name in _UNKNOWN if options.get(name) is not None]:
@@ -155,7 +148,7 @@ def _attend(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _to_heads(each: Tensor, group: SequenceGroup) -> Tensor:
-    """Of all heads at some positions, some heads at all positions; heads that are too few are there several times."""
+    """Exchange all heads at some positions for some heads at all positions; too few heads are repeated."""
     if each.shape[1] < group.size:
         each = each.repeat_interleave(group.size // each.shape[1], dim=1)
     exchanged = cast(Tensor, _Exchanged.apply(each[0].transpose(0, 1), group, True))  # type: ignore[no-untyped-call]
@@ -168,7 +161,7 @@ def _to_positions(attended: Tensor, group: SequenceGroup) -> Tensor:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Positions x heads x width, of fewer heads and more positions, or the other way; each is the other's gradient."""
+    """Exchanges positions for heads of positions x heads x width, or back; each is the other's gradient."""
 
     @staticmethod
     def forward(context: Any, each_PHW: Tensor, group: SequenceGroup, to_heads: bool) -> Tensor:
@@ -195,21 +188,21 @@ def _fewer_positions(each_PHW: Tensor, group: SequenceGroup) -> Tensor:
 def _in_one(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None, window: int | None
 ) -> Tensor:
-    # The kernel reads the keys of several heads once, in torch 2.11 without that argument.
-    options: dict[str, Any] = {"enable_gqa": True} if _KERNEL_IS_TOLD and key.shape[1] != query.shape[1] else {}
+    # The kernel handles heads that share keys; in torch 2.11 without that argument.
+    options: dict[str, Any] = {"enable_gqa": True} if _KERNEL_HAS_GQA and key.shape[1] != query.shape[1] else {}
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     view: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     attended = varlen.varlen_attn(query, key, value, ends, ends, longest, longest, **view, **options)
     return cast(Tensor, attended)[None]
 
 
-# How many sequences there are of which length is not to be compiled in.
+# The numbers of sequences by length must not be compiled in.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_length(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
     parts, start = [], 0
-    for length, run in groupby(ends.diff().tolist()):  # Sequences of one length that follow each other.
+    for length, run in groupby(ends.diff().tolist()):  # adjacent sequences of equal length
         count = len(list(run))
         query_BHTD, key_BHTD, value_BHTD = (
             each[0, :, start : start + length * count].view(-1, count, length, each.shape[-1]).transpose(0, 1)

@@ -1,9 +1,8 @@
-"""AdamW whose two moments take a byte each, with a float32 scale for every 256 of them.
+"""AdamW with moments of one byte, and a float32 scale per 256 of them.
 
-A moment is kept as the logarithm of its share of the largest of its block: 8 steps to an octave and a sign for the
-first, 12 for the root of the second. A second moment moves by a thousandth at a time, far less than a step, so what
-lies between two is rounded up or down in turn: by a number that is different for each place and each update, spreads
-evenly, and follows from both, so that a run that is resumed is the same to the bit.
+A moment is stored as the logarithm of its share of the block's largest: 8 steps per octave and a sign for the first, 12
+for the root of the second. A second moment changes by a thousandth at a time, far less than a step, so rounding is
+dithered: by a number that is spread evenly, and follows from place and update, so that a resumed run is identical.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,18 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-#: So many numbers have a scale of their own.
-BLOCK = 256
-#: So many at a time: what is made of them in between takes a few hundred megabytes.
-_CHUNK = 1 << 22
+BLOCK = 256  # numbers per scale
+_CHUNK = 1 << 22  # numbers at a time, which bounds temporary memory to a few hundred megabytes
 
 _FIRST_STEPS, _FIRST_LEVELS = 8, 127
 _SECOND_STEPS, _SECOND_LEVELS = 12, 255
 
-#: Multiples of the golden ratio and of another irrational number, as shares of 2³², spread evenly.
+#: Multiples of the golden ratio and of another irrational number, as shares of 2³², for even spread.
 _BY_PLACE, _BY_UPDATE = 2654435769, 3242174889
 
-#: What the kernel for GPUs is compiled with.
+#: Compile-time constants of the GPU kernel.
 _CONSTANTS = {
     "BLOCK": BLOCK,
     "FIRST_STEPS": _FIRST_STEPS,
@@ -35,7 +32,7 @@ _CONSTANTS = {
 
 
 class EightBitAdamW:
-    """What of torch.optim.AdamW is used: `param_groups` with one group, `state`, `step`, `zero_grad`."""
+    """The used interface of torch.optim.AdamW: `param_groups` with one group, `state`, `step`, `zero_grad`."""
 
     def __init__(
         self,
@@ -46,9 +43,9 @@ class EightBitAdamW:
         weight_decay: float,
         compiled: bool = False,
     ) -> None:
-        """`parameters` may be parts of larger ones: with each goes where it begins there.
+        """`parameters` may be parts of larger ones, mapped to their offset there.
 
-        With `compiled` what is done to one on a GPU is one kernel, instead of forty for each stretch.
+        With `compiled`, one kernel updates a parameter on a GPU, instead of forty per chunk.
         """
         self._starts, self._compiled = parameters, compiled
         self.param_groups: list[dict[str, Any]] = [
@@ -57,13 +54,11 @@ class EightBitAdamW:
         self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for parameter in self.param_groups[0]["params"]:
             parameter.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every parameter that has a gradient."""
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 if parameter not in self.state:
@@ -72,7 +67,6 @@ class EightBitAdamW:
                 self._update(parameter, self.state[parameter])
 
     def new_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """The state of a parameter before its first update."""
         count, device = parameter.numel(), parameter.device
         blocks = -(-count // BLOCK)
         return {
@@ -101,8 +95,8 @@ class EightBitAdamW:
 
 
 class _Step(NamedTuple):
-    """An update: betas and epsilon; what is left of a weight before the step; the learning rate by the first moment's
-    correction; the root of the second's, inverse; where the stretch begins in the whole; how many updates there were.
+    """An update: betas and epsilon, the factor of weight decay, the learning rate with the first moment's correction,
+    the inverse root of the second's, the chunk's offset, and the number of updates.
     """
 
     betas: tuple[float, float]
@@ -120,7 +114,7 @@ def decode_moment(state: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def encode_moment(state: Mapping[str, Tensor], name: str, moment: Tensor) -> None:
-    """Keep a moment, flat, which is rounded to the nearest step."""
+    """Store a flat moment, rounded to the nearest step."""
     values = moment if name == "exp_avg" else moment.sqrt()
     for part in _chunks(len(values), _CHUNK):
         _keep(dict(_parts(state, part)), name, values[part], torch.full((), 0.5, device=values.device))
@@ -128,7 +122,7 @@ def encode_moment(state: Mapping[str, Tensor], name: str, moment: Tensor) -> Non
 
 def _update_part(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], step: _Step) -> None:
     one, two = step.betas
-    # Numbers from 0 to 1, one for each place.
+    # Dither from 0 to 1 by place.
     places = torch.arange(step.start, step.start + len(weights), device=weights.device)
     mixed = (places * _BY_PLACE + step.updates * _BY_UPDATE) & 0xFFFFFFFF
     dither = (mixed >> 8).float() / (1 << 24)
@@ -174,6 +168,6 @@ def _keep(chunk: Mapping[str, Tensor], name: str, values: Tensor, dither: Tensor
     scale.copy_(padded.view(-1, BLOCK).amax(1))
     shares = sizes / _spread(scale, len(sizes)).clamp_min(torch.finfo(torch.float32).tiny)
     levels = (most + steps * shares.log2() + dither).floor_().clamp_(max=most)
-    # A second moment that is forgotten would make the next update endless; a first one that is, is nothing.
+    # A second moment rounded to 0 would make the next update unbounded; a first one rounded to 0 is harmless.
     levels = levels.clamp_(min=1).where(sizes > 0, 0) if name == "exp_avg_sq" else levels.where(levels >= 1, 0)
     chunk[name].copy_(levels * values.sign())

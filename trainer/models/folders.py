@@ -1,4 +1,4 @@
-"""What the trainer says where the disk refuses its folders."""
+"""Converts disk errors of the trainer to refusals."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,10 @@ from tuneloop.shared.settings.settings import Settings
 
 @contextmanager
 def disk_errors_as_refusals(settings: Settings) -> Iterator[None]:
-    """Raise EnvironmentRefused for what the operating system refuses."""
     try:
         yield
     except OSError as error:
         raise EnvironmentRefused(
-            f"checkpoint_root_dir: the disk refuses the trainer: {error}; it needs room and the right to write in "
-            f"{settings.job_dir}. Make both so and start it again: nothing is lost"
+            f"checkpoint_root_dir: the disk failed: {error}; the trainer needs free space and write access in "
+            f"{settings.job_dir}. Provide both and restart it: nothing is lost"
         ) from error

@@ -1,11 +1,11 @@
-"""From hidden states to log-probabilities and entropies, some positions at a time: all logits together never exist.
+"""Computes log-probabilities and entropies from hidden states, in chunks, so that all logits never exist at once.
 
     z       = (W h + b) / temperature, with forbidden tokens at no probability
     logprob = z[token] - log sum exp z                     d logprob / d z = [token] - p
     entropy = log sum exp z - sum p z                      d entropy / d z = -p (log p + entropy)
 
-The backward pass makes the logits again. What has no gradient to give costs none: an entropy that is only looked at, a
-head that is not trained. Dimension suffixes are explained in trainer/batches/batch.py.
+The backward pass recomputes the logits, and only the gradients that are needed. Dimension suffixes are those of
+trainer/batches/batch.py.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,42 +26,40 @@ def _compile_once(function: _F) -> _F:
 
 
 def compile_if(function: _F, *, wanted: bool) -> _F:
-    """The function, compiled for sizes of any kind if that is wanted."""
+    """The function, compiled for dynamic shapes if `wanted`."""
     return _compile_once(function) if wanted else function
 
 
-# Logits of so many reply tokens exist at a time: in float32, 1.2 GiB for a vocabulary of 150 000.
+# Reply tokens whose logits exist at a time: in float32, 1.2 GiB for a vocabulary of 150 000.
 CHUNK = 2048
-#: The logit of a token that a grammar forbids: its probability underflows to 0 beside any other.
-IMPOSSIBLE = -1e30
+IMPOSSIBLE = -1e30  # the logit of a forbidden token: its probability underflows to 0
 
 
 class AllowedSets(NamedTuple):
-    """Which tokens were allowed at each of some reply tokens, as in a Batch: -1 where all were."""
+    """The allowed tokens at some reply tokens, as in a Batch: -1 for all."""
 
     held_N: Tensor
     allowed_KW: Tensor | None
     left_LS: Tensor | None = None
 
     def part(self, chosen: slice) -> "AllowedSets":
-        """Those of some of the tokens."""
         return self._replace(held_N=self.held_N[chosen])
 
     def forbidden(self, vocabulary: int) -> Tensor:
-        """The tokens that were not allowed, of shape NV."""
+        """The forbidden tokens, of shape NV."""
         free_N = self.held_N == -1
         if free_N.all():
             return free_N.new_zeros(1, 1)
         forbidden_NV = torch.zeros(len(free_N), vocabulary, dtype=torch.bool, device=free_N.device)
         if self.allowed_KW is not None:
-            # Byte by byte: word by word would take four times the memory.
+            # Byte by byte: word by word needs four times the memory.
             bytes_NX = self.allowed_KW.view(torch.uint8)[self.held_N.clamp(min=0)]
             bits = torch.arange(8, dtype=torch.uint8, device=bytes_NX.device)
             allowed_NV = ((bytes_NX[:, :, None] >> bits) & 1).flatten(1)[:, :vocabulary].bool()
             forbidden_NV |= ~(allowed_NV | (self.held_N < 0)[:, None])
         if self.left_LS is not None:
             ids_NS = self.left_LS[(-2 - self.held_N).clamp(min=0)]
-            # The padding stands for the first, which is never padding.
+            # Padding repeats the first id, which is never padding.
             ids_NS = ids_NS.where(ids_NS >= 0, ids_NS[:, :1]).long()
             cut_N1 = (self.held_N < -1)[:, None]
             forbidden_NV |= cut_N1
@@ -70,27 +68,26 @@ class AllowedSets(NamedTuple):
 
 
 class ScoredTokens(NamedTuple):
-    """Reply tokens, the temperature of each (None: 1 throughout), and what a grammar allowed (None: all)."""
+    """Reply tokens, their temperatures (None: 1), and the tokens that a grammar allowed (None: all)."""
 
     tokens_N: Tensor
     temperatures_N: Tensor | None = None
     allowed: AllowedSets | None = None
 
     def part(self, chosen: slice) -> "ScoredTokens":
-        """Some of the tokens."""
         temperatures_N = None if self.temperatures_N is None else self.temperatures_N[chosen]
         allowed = None if self.allowed is None else self.allowed.part(chosen)
         return ScoredTokens(self.tokens_N[chosen], temperatures_N, allowed)
 
     def parts(self, chunk: int) -> Iterator[tuple[slice, "ScoredTokens"]]:
-        """So many at a time, and which they are."""
+        """Chunks of the tokens, and their slices."""
         for start in range(0, len(self.tokens_N), chunk):
             chosen = slice(start, start + chunk)
             yield chosen, self.part(chosen)
 
 
 class Head(NamedTuple):
-    """The last layer of a model, and whether what follows its products is compiled."""
+    """A model's last layer, and whether the functions after its product are compiled."""
 
     weight_VD: Tensor
     bias_V: Tensor | None
@@ -98,7 +95,6 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, layer: nn.Linear, *, compiled: bool) -> "Head":
-        """That of a linear layer."""
         return cls(layer.weight, layer.bias, compiled)
 
     def score(self, features_ND: Tensor, scored: ScoredTokens) -> tuple[Tensor, Tensor]:
@@ -111,14 +107,14 @@ class Head(NamedTuple):
 
     @torch.no_grad()
     def logprobs(self, features_ND: Tensor, scored: ScoredTokens) -> Tensor:
-        """The log-probabilities alone, which nothing is learnt from."""
+        """The log-probabilities, without gradient."""
         return _forward(self, features_ND, scored, with_entropy=False)[0]
 
 
 def _forward(
     head: Head, features_ND: Tensor, scored: ScoredTokens, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, entropies (0 if they are not asked for) and the logarithms of the sums, each of shape N."""
+    """Log-probabilities, entropies (0 if not wanted) and the log sums, each of shape N."""
     measure = compile_if(_measure, wanted=head.compiled)
     logprobs_N, entropy_N, norms_N = (features_ND.new_zeros(len(features_ND), dtype=torch.float32) for _ in range(3))
     for chosen, part in scored.parts(CHUNK):
@@ -130,12 +126,12 @@ def _forward(
 
 
 def _scale_logits(logits_NV: Tensor, temperatures_N: Tensor | None, forbidden_NV: Tensor | None) -> Tensor:
-    """In the place of the logits where they are float32 already: nothing else reads them."""
+    """Scales float32 logits in place: nothing else reads them."""
     scaled_NV = logits_NV.float()
     if temperatures_N is not None:
         scaled_NV = scaled_NV.div_(temperatures_N[:, None])
     if forbidden_NV is not None:
-        # Not minus infinity: the entropy multiplies it by probability 0, and would not be a number.
+        # Not -inf: the entropy multiplies it by probability 0, which gives NaN.
         scaled_NV = scaled_NV.masked_fill_(forbidden_NV, IMPOSSIBLE)
     return scaled_NV
 
@@ -159,7 +155,7 @@ def _slopes(
     logprob_slopes_N: Tensor | None,
     entropy: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """The gradient of the logits, in their own type. `entropy` and its gradient are None where it has none."""
+    """The gradient of the logits, in their dtype. `entropy` and its gradient are None if unused."""
     tokens_N, temperatures_N, forbidden_NV = scored
     dtype = logits_NV.dtype
     scaled_NV = _scale_logits(logits_NV, temperatures_N, forbidden_NV).sub_(norms_N[:, None])
@@ -226,7 +222,7 @@ class _Scores(torch.autograd.Function):
 
 
 class _HeadSums:
-    """The gradients of weight and bias, added up in float32 over the parts."""
+    """Gradients of weight and bias, summed in float32 over the chunks."""
 
     def __init__(self, weight_VD: Tensor | None, bias_V: Tensor | None) -> None:
         self._like = (weight_VD, bias_V)

@@ -1,6 +1,6 @@
-"""What is done to each parameter in one kernel on a GPU. Its call takes the CPU 50 µs, that of a compiled function 250.
+"""GPU kernels for one parameter. A call takes 50 µs of CPU, that of a compiled function 250.
 
-The formulas are those of eight_bit.py and optimizer.py, which a CPU runs.
+The formulas are those of eight_bit.py and optimizer.py, for the CPU.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Scales that a program has the numbers of, and numbers that a program adds.
-_ROWS, _NUMBERS = 8, 2048
+_ROWS, _NUMBERS = 8, 2048  # scales per program, and numbers per program of an addition
 
 
 def update_in_bytes(
@@ -23,8 +22,8 @@ def update_in_bytes(
     rates: tuple[float, float, float],
     constants: Mapping[str, Any],
 ) -> None:
-    """AdamW's update of a flat parameter with moments of a byte; `shift` makes its random numbers differ."""
-    shift = (shift + (1 << 31)) % (1 << 32) - (1 << 31)  # As 32 bits with a sign, whatever it is: one kernel for all.
+    """AdamW's update of a flat parameter with byte moments; `shift` changes the dither."""
+    shift = (shift + (1 << 31)) % (1 << 32) - (1 << 31)  # as int32, so that one kernel serves all values
     scales = state["exp_avg_scale"]
     moments = (state["exp_avg"], scales, state["exp_avg_sq"], state["exp_avg_sq_scale"])
     grid = (triton.cdiv(len(scales), _ROWS),)
@@ -32,13 +31,12 @@ def update_in_bytes(
 
 
 def add_to(total: Tensor, part: Tensor) -> None:
-    """Add a part of another type in place: torch's own kernel for two types takes half as long again."""
+    """Add a part of another dtype in place: torch's mixed kernel takes half as long again."""
     adding_kernel[(triton.cdiv(total.numel(), _NUMBERS),)](total, part, total.numel(), NUMBERS=_NUMBERS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def adding_kernel(total, part, count, NUMBERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """See `add_to`."""
     at = tl.program_id(0).to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS)
     there = at < count
     tl.store(total + at, tl.load(total + at, there) + tl.load(part + at, there).to(tl.float32), there)
@@ -52,7 +50,6 @@ def update_kernel(  # type: ignore[no-untyped-def]
     FIRST_STEPS: tl.constexpr, FIRST_LEVELS: tl.constexpr,
     SECOND_STEPS: tl.constexpr, SECOND_LEVELS: tl.constexpr, BY_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """See `update_in_bytes`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     is_row, there = row * BLOCK < count, at < count

@@ -1,8 +1,8 @@
-"""Actor and critic of which only a low-rank adapter each is trained, on one copy of the base model's weights.
+"""Actor and critic with a trained low-rank adapter each, on one copy of the base model's weights.
 
-    adapter_config.json, adapter_model.safetensors      what any tool that knows peft loads on top of the base model
+    adapter_config.json, adapter_model.safetensors      peft's format
 
-The adapter is of the type of the weights that it is added to, so that it is served as it was trained.
+The adapter has the dtype of the weights that it is added to, so that it is served as it was trained.
 """
 
 import copy
@@ -28,15 +28,14 @@ from tuneloop.trainer.models.quantization import exact_weights
 from tuneloop.trainer.parallel import ALONE, Ranks
 
 _NAME = "default"
-#: What peft puts before the base model's own names.
-_PREFIX = "base_model.model."
+_PREFIX = "base_model.model."  # peft's prefix of the base model's names
 
 
 class Adapter:
-    """A low-rank adapter in a network, which alone has gradients there."""
+    """A low-rank adapter in a network, and its only trained parameters."""
 
     def __init__(self, settings: Settings, network: PreTrainedModel, folder: Path) -> None:
-        """The adapter in `folder`, or a new one, which changes nothing yet, if it has none."""
+        """The adapter in `folder`, otherwise a new one, which changes nothing yet."""
         base, lora = settings.model.model_path, settings.model.lora
         self._config = LoraConfig(
             r=lora.rank,
@@ -60,14 +59,13 @@ class Adapter:
             self._restore(lora, folder)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its weights, as peft names them."""
         return {name: each.detach().contiguous() for name, each in self._parameters.items()}
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the adapter into `folder`, and the base model's place."""
+        """Write the adapter and the path of its base model into `folder`."""
         folder.mkdir(parents=True)
         save_file(dict(tensors), folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-        # As peft writes it, but with its sets in order: the same adapter is the same bytes.
+        # peft's format with sorted sets, so that equal adapters have equal bytes.
         config = self._config.to_dict()  # type: ignore[no-untyped-call]
         document = {name: sorted(each) if isinstance(each, set) else each for name, each in config.items()}
         document["inference_mode"] = True
@@ -90,8 +88,8 @@ class Adapter:
 class AdaptedActor(Actor):
     """The base model and an adapter.
 
-    Critic and reference are networks of their own around the same base weights: a call, and what its backward pass
-    makes again, cannot meet another's adapter.
+    Critic and reference are separate networks around the same base weights, so that no call, nor its recomputation in a
+    backward pass, uses another's adapter.
     """
 
     def __init__(self, settings: Settings, network: PreTrainedModel, folder: Path) -> None:
@@ -100,13 +98,12 @@ class AdaptedActor(Actor):
 
     @classmethod
     def load(cls, settings: Settings, folder: Path, ranks: Ranks = ALONE, base: PreTrainedModel | None = None) -> Self:
-        """The base model, or `base`, which is it, with the adapter in `folder`, or with a new one, if it has none."""
+        """The base model, or the loaded `base`, with the adapter in `folder` or a new one."""
         lora = settings.model.lora
         if base is not None:
             return cls(settings, share_base(base, compiled=is_compiling(settings.trainer.compile, base.device)), folder)
         network = load_causal(settings, settings.model.model_path, ranks, bits=lora.base_bits)
-        # Raise SettingsError for targets that no engine would serve an adapter of: it would only show at a
-        # publication.
+        # Raise SettingsError now for targets whose adapters engines do not serve, not at a publication.
         head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
         layers = (name for name, each in network.named_modules() if isinstance(each, nn.Linear) and each is not head)
         known = sorted({name.rpartition(".")[2] for name in layers})
@@ -117,50 +114,44 @@ class AdaptedActor(Actor):
         return cls(settings, network, folder)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter's weights, as peft names them."""
         return self._adapter.tensors()
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the adapter into `folder`, and the base model's place."""
         self._adapter.save(folder, tensors)
 
     def as_served(self) -> AbstractContextManager[None]:
-        """Within, it computes with the base model's weights as they are in its folder: engines serve these."""
+        """Compute with the base weights in the folder, as engines do."""
         return exact_weights(self.network, self._base)
 
     def reference(self, settings: Settings, ranks: Ranks = ALONE) -> Actor:
-        """The base model, on the same weights: it takes no memory of its own."""
+        """The base model on the same weights, without memory of its own."""
         return Actor(self.base(), compiled=self.is_compiled)
 
     def critic(self, settings: Settings, folder: Path, ranks: Ranks) -> Critic:
-        """The critic saved in `folder`, or a new one if there is none, on the same base weights."""
+        """The critic in `folder`, or a new one, on the same base weights."""
         return AdaptedCritic(settings, cast(PreTrainedModel, self.base().base_model), folder)
 
     def base(self) -> PreTrainedModel:
-        """See Actor: other modules around the same layers and tensors."""
         return share_base(self.network, compiled=self.is_compiled)
 
 
 def share_base(network: PreTrainedModel, *, compiled: bool) -> PreTrainedModel:
-    """Other modules around the layers and tensors of a network, without its adapter."""
+    """New modules around a network's layers and tensors, without its adapter."""
     kept: dict[int, Any] = {id(each): each for each in (*network.parameters(), *network.buffers())}
     layers = (each for each in network.modules() if isinstance(each, BaseTunerLayer))
     bare = copy.deepcopy(network, kept | {id(each): each.get_base_layer() for each in layers})
     vars(bare).pop("peft_config", None)
-    if compiled:  # What is compiled is not copied.
+    if compiled:  # compiled code is not copied
         compile_layers(bare)
     return bare
 
 
 class AdaptedCritic(Critic):
-    """The base model's body, an adapter of its own, and the value head."""
-
     def __init__(self, settings: Settings, body: PreTrainedModel, folder: Path) -> None:
         super().__init__(body, folder)
         self._adapter = Adapter(settings, body, folder)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `save` writes: the adapter and the head, not a copy of them."""
         head = {name: each for name, each in self.state_dict().items() if name.startswith(VALUE_HEAD)}
         return {f"{BODY}{name}": each for name, each in self._adapter.tensors().items()} | head
 

@@ -1,10 +1,8 @@
-"""The models of a step: the actor that is served, the critic, and the reference that the actor must not stray from.
+"""Defines the models of a step: the served actor, the critic, and the reference.
 
-All three run with dropout off, on packed rows: nothing is padded (trainer/models/attention.py). The few models whose
-attention cannot be packed read padded ones, without a mask: the padding is on the right, where no real token looks.
-Dimension suffixes are explained in trainer/batches/batch.py.
-
-What is done to the layers of a model by setting: their activations made again instead of kept, and compilation.
+All run without dropout on packed rows (trainer/models/attention.py). A few models whose attention cannot be packed read
+rows padded on the right, without a mask, since no real token sees the padding. Settings add activation checkpointing
+and compilation to their layers. Dimension suffixes are those of trainer/batches/batch.py.
 """
 
 import inspect
@@ -42,28 +40,28 @@ _log = structlog.get_logger()
 
 
 def checkpoint_layers(network: nn.Module) -> None:
-    """Keep, for the backward pass, only what goes into each layer. Raises SettingsError if there are none.
+    """Keep only the layers' inputs for the backward pass. Raises SettingsError without layers.
 
-    transformers' own way needs layers in training mode, in which they drop out and forget the cache of a generation.
+    transformers' own way needs training mode, in which layers drop out and lose the cache of a generation.
     """
     for layer in _layers(network, "trainer.activation_checkpointing"):
         layer.__class__ = _checkpointing_kind(type(layer))
 
 
 def is_checkpointing(network: nn.Module) -> bool:
-    """Whether `checkpoint_layers` was called, or there are no layers to call it for."""
+    """Whether `checkpoint_layers` was called, or has nothing to do."""
     layers = [each for each in network.modules() if isinstance(each, GradientCheckpointingLayer)]
     return all(type(each) in _known.values() for each in layers)
 
 
 def compile_layers(network: nn.Module) -> None:
-    """Compile each layer, for rows of any length. Raises SettingsError if there are none."""
+    """Compile each layer for dynamic lengths. Raises SettingsError without layers."""
     for layer in _layers(network, "trainer.compile"):
         layer.compile(dynamic=True)
 
 
 def is_compiling(wanted: bool | None, device: torch.device) -> bool:
-    """Whether layers are compiled: what the setting says, else on a GPU, where a C compiler is found to do it with."""
+    """Whether layers are compiled: by the setting, otherwise on a GPU if there is a C compiler."""
     if wanted is not None:
         return wanted
     if device.type != "cuda":
@@ -72,7 +70,7 @@ def is_compiling(wanted: bool | None, device: torch.device) -> bool:
     if not any(shutil.which(name) for name in compilers):
         _log.warning("not_compiled", reason="there is no C compiler; with gcc a step takes two thirds of the time")
         return False
-    # A layer that torch cannot compile runs as it is.
+    # A layer that torch cannot compile runs uncompiled.
     torch._dynamo.config.suppress_errors = True
     return True
 
@@ -88,7 +86,7 @@ _known: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _checkpointing_kind(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same layer; a subclass, since what is hung on a layer and holds it is never freed."""
+    """A subclass of the layer's type: attributes that reference the layer would never be freed."""
 
     def forward(self: nn.Module, *args: Any, **options: Any) -> Any:
         run = partial(kind.forward, self)
@@ -97,24 +95,18 @@ def _checkpointing_kind(kind: type[nn.Module]) -> type[nn.Module]:
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
     if kind not in _known:
-        # Not `__call__`: what is compiled is the layer with its recomputation.
+        # Not `__call__`, so that compilation includes the recomputation.
         _known[kind] = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return _known[kind]
 
 
 _HEAD_FILE = "value_head.safetensors"
-#: What a critic's tensors are called by.
-BODY, VALUE_HEAD = "body.", "value_head."
-
-#: A file of weights has about so much: several are written, and read, at once, of a small model too.
-_SHARD = "250MB"
+BODY, VALUE_HEAD = "body.", "value_head."  # prefixes of a critic's tensors
+_SHARD = "250MB"  # size of a weights file; several are written and read in parallel, of small models too
 
 
 class Actor:
-    """The causal language model: a distribution over the next token. `positions` counts what it reads.
-
-    With `compiled` what follows the products of its head is compiled.
-    """
+    """The causal language model. `positions` counts what it reads; `compiled` concerns functions after its head."""
 
     def __init__(self, network: PreTrainedModel, *, compiled: bool = False) -> None:
         self.network = network
@@ -122,7 +114,7 @@ class Actor:
         self.is_compiled = compiled
         self._body: nn.Module = network.base_model
         self._head = cast(nn.Module, cast(Any, network).get_output_embeddings())
-        # Whether the head on the body's output is the whole model: some scale or cap the logits after it.
+        # Whether the logits are the head's output on the body: some models scale or cap them.
         self._head_is_all = False
         if self._body is not network:
             ids_BT = torch.arange(min(8, self.vocabulary), device=network.device)[None]
@@ -131,56 +123,52 @@ class Actor:
                 hidden_BTD = self._body(input_ids=ids_BT, use_cache=False).last_hidden_state
                 return cast(Tensor, self._head(hidden_BTD))
 
-            # Eager: a function compiled for these eight ids would seldom be called again.
+            # Eager: a function compiled for these eight ids would seldom be reused.
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 logits_BTV = network(input_ids=ids_BT, use_cache=False).logits
                 self._head_is_all = torch.equal(run_gathered(network, head_after_body), logits_BTV)
 
     @classmethod
     def load(cls, settings: Settings, folder: Path, ranks: Ranks = ALONE) -> Self:
-        """The model in the Hugging Face folder `folder`; of several `ranks` each has a share of it."""
         network = load_causal(settings, folder, ranks)
         return cls(network, compiled=is_compiling(settings.trainer.compile, network.device))
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
         return cast(int, cast(Any, self.network).get_input_embeddings().num_embeddings)
 
     @property
     def width(self) -> int:
-        """The width of its hidden states."""
         return cast(int, self.network.config.get_text_config().hidden_size)
 
     @property
     def longest(self) -> float:
-        """How many tokens it takes, infinite where its configuration does not say."""
+        """The most tokens, infinite if the configuration has none."""
         return getattr(self.network.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def reference(self, settings: Settings, ranks: Ranks = ALONE) -> "Actor":
-        """The base model, which is not trained."""
+        """The frozen base model."""
         base = Actor.load(settings, settings.model.model_path, ranks)
         base.network.requires_grad_(requires_grad=False)
         return base
 
     def base(self) -> PreTrainedModel | None:
-        """The base model without the adapter, on the same weights; None where all weights are trained."""
+        """The base model without the adapter, on the same weights; None without adapters."""
         return None
 
     def critic(self, settings: Settings, folder: Path, ranks: Ranks) -> "Critic":
-        """The critic saved in `folder`, or a new one that begins as the model there."""
+        """The critic in `folder`, or a new one that starts as the model there."""
         return Critic.load(settings, folder, ranks)
 
     @property
     def is_packed(self) -> bool:
-        """Whether it reads its sequences side by side in one row, unpadded."""
         return is_packable(self.network)
 
     def score(self, batch: Batch, group: SequenceGroup | None = None) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each reply token at its temperature, in float32: two of shape BR.
 
-        Where a grammar or truncation held a reply, both are those of the distribution among the tokens that it allowed.
-        The batch is on the CPU; the answers are where the model is. The ranks of a `group` read the batch together.
+        Under a grammar or truncation both are of the distribution among the allowed tokens. The batch is on the CPU,
+        the result on the model's device. The ranks of a `group` read the batch together.
         """
 
         def score() -> tuple[Tensor, Tensor]:
@@ -193,8 +181,6 @@ class Actor:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, group: SequenceGroup | None = None) -> Tensor:
-        """The log-probabilities alone, without a gradient."""
-
         def score() -> Tensor:
             features = self._features(batch, group)
             scored, head = self._reply_tokens(batch).part(features.chosen), self._fused_head()
@@ -204,11 +190,11 @@ class Actor:
         return cast(Tensor, run_gathered(self.network, score))
 
     def as_served(self) -> AbstractContextManager[None]:
-        """Within, it computes with the weights that engines have."""
+        """In the block, compute with the weights that engines have."""
         return nullcontext()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `save` writes: the weights, not a copy of them."""
+        """The weights that `save` writes, not copied."""
         return dict(self.network.state_dict())
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -216,7 +202,7 @@ class Actor:
         self.network.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=_SHARD)
 
     def _features(self, batch: Batch, group: SequenceGroup | None) -> "Features":
-        """Before each reply token, the hidden state if the head makes logits of it, else the logits."""
+        """The hidden state before each reply token, or the logits if the head alone does not give them."""
         network = self._body if self._head_is_all else self.network
         return _read(network, batch, self.positions, group, logits=not self._head_is_all)
 
@@ -232,14 +218,14 @@ class Actor:
         return ScoredTokens(tokens_N, hand_over(temperatures_N, device) if tempered else None, allowed)
 
     def _fused_head(self) -> Head | None:
-        """The head, where logits are its products and nothing else."""
+        """The head, if the logits are exactly its product."""
         if self._head_is_all and type(self._head) is nn.Linear:
             return Head.of(self._head, compiled=self.is_compiled)
         return None
 
     def _by_chunks(self, features_ND: Tensor, scored: ScoredTokens) -> tuple[Tensor, Tensor]:
-        """Only the features are kept for the backward pass; what is made of them is made again there."""
-        if not len(features_ND):  # of a row's part without reply tokens
+        """Keeps only the features for the backward pass, and recomputes the rest."""
+        if not len(features_ND):  # a part without reply tokens
             nothing_N = features_ND.float().sum(1)
             return nothing_N, nothing_N
         parts = []
@@ -259,10 +245,9 @@ class Actor:
 
 
 class Critic(nn.Module):
-    """A language model's body and a linear head, zero at first: the reward to be expected before each reply token."""
+    """A language model's body and a linear head, initially zero: the expected reward before each reply token."""
 
     def __init__(self, body: PreTrainedModel, folder: Path) -> None:
-        """Its head is the one in `folder`, if there is one."""
         super().__init__()
         self.body = body
         self.positions = Positions()
@@ -275,12 +260,11 @@ class Critic(nn.Module):
 
     @classmethod
     def load(cls, settings: Settings, folder: Path, ranks: Ranks) -> Self:
-        """The critic saved in `folder`; of any other Hugging Face folder, the body."""
+        """The critic in `folder`; from another Hugging Face folder, the body."""
         return cls(_load_pretrained(AutoModel.from_pretrained, settings, folder, ranks), folder)
 
     @property
     def is_packed(self) -> bool:
-        """Whether it reads its sequences side by side in one row, unpadded."""
         return is_packable(self.body)
 
     def values(self, batch: Batch, group: SequenceGroup | None = None) -> Tensor:
@@ -290,7 +274,7 @@ class Critic(nn.Module):
         return features.scatter(values_N1[:, 0], batch)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What `save` writes: the weights, not a copy of them."""
+        """The weights that `save` writes, not copied."""
         return dict(self.state_dict())
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -307,15 +291,15 @@ class Critic(nn.Module):
 
 
 def load_causal(settings: Settings, folder: Path, ranks: Ranks = ALONE, *, bits: int | None = None) -> PreTrainedModel:
-    """The causal model in a Hugging Face folder, where it runs; with `bits`, its layers frozen in so many a weight."""
+    """The causal model in a Hugging Face folder, on its device; with `bits`, its layers are frozen and quantised."""
     return _load_pretrained(AutoModelForCausalLM.from_pretrained, settings, folder, ranks, bits=bits)
 
 
 def device_of(settings: Settings) -> torch.device:
-    """Where the models run. This also sets the number of threads on the CPU, and torch's own choice of GPU."""
+    """The models' device. Also sets torch's number of CPU threads and its current GPU."""
     if "OMP_NUM_THREADS" not in os.environ:
-        # Engines share the machine; two threads waiting for each other are slower than one. Beside a GPU, what is made
-        # on the CPU is small.
+        # Engines share the machine, and two threads that wait for each other are slower than one. Beside a GPU the CPU
+        # has little work.
         torch.set_num_threads(1)
     wanted, gpus = settings.trainer.device, settings.cluster.gpu_per_node
     if wanted == "cpu" or (wanted == "auto" and gpus == 0):
@@ -333,12 +317,12 @@ def device_of(settings: Settings) -> torch.device:
             " cluster.gpu_per_node"
         )
     device = torch.device(f"cuda:{number + rank}")
-    torch.cuda.set_device(device)  # What is waited for and measured without naming a GPU is else the engine's.
+    torch.cuda.set_device(device)  # for functions that use the current GPU
     return device
 
 
 def gpu_of(settings: Settings, *, gpus_here: int) -> int:
-    """The number of the trainer's first GPU: the first that no engine of ours takes, else the last."""
+    """The trainer's first GPU: the first without an engine of ours, otherwise the last."""
     return min(settings.gpus_of_engines if settings.mode == "both" else 0, gpus_here - 1)
 
 
@@ -362,10 +346,10 @@ def _load_pretrained(
     compiled = is_compiling(settings.trainer.compile, device)
     if bits is not None:
         quantize_layers(network, bits, folder, device, compiled=compiled)
-    # What is quantised is frozen, and whole on each rank; so is what is below adapters.
+    # Quantised layers, and those below adapters, are frozen and whole on each rank.
     ranks.place(network.train(mode=False), device, shard=not settings.model.lora.rank)
     if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
-        # The faster kernels leave the capping out (transformers 5), and engines do not: Gemma 2.
+        # transformers 5's faster kernels skip the capping (Gemma 2), engines do not.
         network.set_attn_implementation("eager")
     enable_packing(network)
     if compiled:
@@ -376,14 +360,14 @@ def _load_pretrained(
 
 
 class Features(NamedTuple):
-    """What a network says before the `chosen` of a batch's reply tokens; the ranks of the group have the others."""
+    """A network's outputs before the `chosen` reply tokens; the group's other ranks have the rest."""
 
     ND: Tensor
     chosen: slice
     group: SequenceGroup | None
 
     def scatter(self, part_N: Tensor, batch: Batch) -> Tensor:
-        """A number made of each of them, and of those of the others, in its place."""
+        """Gather a value per token from all ranks, each in its place."""
         if self.group is not None:
             part_N = gather_tokens(part_N, self.chosen, batch.tokens, self.group)
         return scatter_tokens(part_N, batch.mask_BR)
@@ -392,7 +376,7 @@ class Features(NamedTuple):
 def _read(
     network: nn.Module, batch: Batch, positions: Positions, group: SequenceGroup | None, *, logits: bool = False
 ) -> Features:
-    """What the network says before each reply token: its hidden state, or with `logits` those."""
+    """The hidden state before each reply token, or with `logits` the logits."""
     device = cast(PreTrainedModel, network).device
     rows, chosen = packed_rows(batch) if is_packable(network) else padded_rows(batch), slice(None)
     if group is not None:
@@ -409,8 +393,8 @@ def _read(
     if logits and packed and "logits_to_keep" in inspect.signature(network.forward).parameters:
         return Features(network(logits_to_keep=predicts_N, **options).logits[0], chosen, group)
     found = network(**options)
-    said = found.logits if logits else found.last_hidden_state
-    return Features(said.flatten(0, 1).index_select(0, predicts_N), chosen, group)
+    outputs = found.logits if logits else found.last_hidden_state
+    return Features(outputs.flatten(0, 1).index_select(0, predicts_N), chosen, group)
 
 
 def _logprobs(
@@ -422,7 +406,7 @@ def _logprobs(
 ) -> tuple[Tensor, Tensor]:
     logits_NV = logits_of(features_ND).float() / temperatures_N[:, None]
     if held is not None:
-        # Not minus infinity: the entropy multiplies it by probability 0, and would not be a number.
+        # Not -inf: the entropy multiplies it by probability 0, which gives NaN.
         logits_NV = logits_NV.masked_fill(held.forbidden(logits_NV.shape[1]), IMPOSSIBLE)
     norm_N = logits_NV.logsumexp(1)
     chosen_N = logits_NV.gather(1, targets_N[:, None])[:, 0]

@@ -1,6 +1,4 @@
-"""What is in main memory instead of a GPU's: gradients on their way to an optimizer there, whose update the CPU's cores
-make together; and a whole learner, while another process has the GPU.
-"""
+"""Moves tensors from a GPU to main memory: gradients for an optimizer there, or a whole learner."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,14 +10,14 @@ from torch import Tensor
 
 
 class OffloadedGradients:
-    """Copies in main memory, pinned where they come from a GPU, and written over by those of the next update."""
+    """Copies of gradients in main memory, pinned if from a GPU, and overwritten at the next update."""
 
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
 
     @contextmanager
     def take(self, gradients: dict[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """The copies, for an update that is made within; the originals are let go of."""
+        """Yield the copies, for an update in the block; the originals are released."""
         copies = {}
         for name, gradient in gradients.items():
             if name not in self._held:
@@ -28,23 +26,17 @@ class OffloadedGradients:
         for device in {each.device for each in gradients.values() if each.is_cuda}:
             torch.cuda.synchronize(device)
         gradients.clear()
-        with _all_cores():
+        threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+        # This process's share of the cores: beside a GPU torch otherwise has one thread (model.device_of).
+        torch.set_num_threads(max(threads, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        try:
             yield copies
-
-
-@contextmanager
-def _all_cores() -> Iterator[None]:
-    """Let torch use this process's share of the cores; otherwise beside a GPU it has one thread (model.device_of)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(before, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        finally:
+            torch.set_num_threads(threads)
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies in memory that it may share; `offset` counts its own numbers."""
+    """A tensor's view of possibly shared memory; `offset` counts elements."""
 
     tensor: Tensor
     offset: int
@@ -53,14 +45,14 @@ class _Place(NamedTuple):
 
 
 class MovedTensors:
-    """Tensors that have left a device, with all that shares memory with them, until they are put back.
+    """Tensors moved off a device, with all that share their memory, until they are put back.
 
-    They are read and saved as before, from main memory. A tensor is the same object all the while, so that optimizers,
-    hooks and compiled code go on with it.
+    They can be read and saved from main memory. Tensors stay the same objects, so that optimizers, hooks and compiled
+    code remain valid.
     """
 
     def __init__(self, tensors: Iterable[Tensor], room: Callable[[Tensor], Tensor]) -> None:
-        """`room` makes memory like that of a tensor of bytes; nothing of it is on the device any more afterwards."""
+        """`room` allocates memory like a tensor of bytes. Afterwards the device has no copy."""
         storages: dict[int, tuple[Tensor, list[_Place]]] = {}
         for each in {id(each): each for each in tensors}.values():
             storage = each.untyped_storage()
@@ -78,7 +70,7 @@ class MovedTensors:
             _share(copy, shared)
 
     def put_back(self) -> None:
-        """Have them on their device again. Raises torch.OutOfMemoryError, and then none is there."""
+        """Move the tensors back. Raises torch.OutOfMemoryError, and then moves none."""
         copies = [copy.to(device, non_blocking=True, copy=True) for copy, device, _ in self._moved]
         for copy, (_, _, shared) in zip(copies, self._moved, strict=True):
             _share(copy, shared)
@@ -86,7 +78,7 @@ class MovedTensors:
 
 
 def _share(memory: Tensor, places: Iterable[_Place]) -> None:
-    """Have the tensors lie in other bytes as they lay in those that they came from."""
+    """Point the tensors to new memory with the same layout."""
     for each in places:
         dtype = each.tensor.dtype
         offset = memory.storage_offset() // dtype.itemsize + each.offset

@@ -1,7 +1,7 @@
-"""AdamW over float32 master weights, for a model that may run in a smaller type.
+"""AdamW over float32 master weights, for models in smaller types.
 
-Of parameters that are sharded each rank has its own part of masters and moments (ZeRO, Rajbhandari et al. 2020); of
-others all. Offloaded, masters and moments are in main memory, and the CPU makes the update.
+Of sharded parameters, each rank has its part of masters and moments (ZeRO, Rajbhandari et al. 2020); of others, all.
+Offloaded, masters and moments are in main memory, and the CPU updates them.
 """
 
 import math
@@ -21,22 +21,19 @@ from tuneloop.trainer.models.offloading import OffloadedGradients
 from tuneloop.trainer.parallel import ALONE, Ranks, first_number, gather, join_parts, local_part, own_part
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-#: So many numbers are worth a kernel of our own, whose call takes longer.
-_LARGE = 1 << 20
-#: As torch.nn.utils.clip_grad_norm_ has it.
-_LEAST_NORM = 1e-6
+_LARGE = 1 << 20  # from so many numbers on, our own kernel is faster despite its slower call
+_LEAST_NORM = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
 _STEP, _MASTER = "step", "master"
 
-#: Makes memory for a tensor of this name that is like another one, but may be elsewhere.
-Room = Callable[[str, Tensor], Tensor]
+Room = Callable[[str, Tensor], Tensor]  # allocates memory for the named tensor like another, perhaps elsewhere
 
 
 class MasterAdamW:
-    """The master weights of what is trained of `module`, their gradients and moments: what this rank has of them.
+    """This rank's master weights of a module's trained parameters, their gradients and moments.
 
-    A float32 parameter is its own master, unless that is offloaded. Any other has a float32 copy, and its gradients
-    are added up in float32, micro-batch by micro-batch; the parameter becomes the copy rounded.
+    A float32 parameter is its own master unless offloaded. Others have a float32 copy, whose gradients are summed in
+    float32 over the micro-batches; the parameter is the rounded copy.
     """
 
     def __init__(
@@ -60,25 +57,24 @@ class MasterAdamW:
             name: nn.Parameter(part.to(home or part.device, torch.float32, copy=offload))
             for name, part in parts.items()
         }
-        #: What the masters' gradients are, where the model is.
-        self.gradients: dict[str, Tensor] = {}
+        self.gradients: dict[str, Tensor] = {}  # the masters' gradients, on the model's device
         self._offloaded = OffloadedGradients() if offload else None
         starts = {self._masters[name]: first_number(each) for name, each in self._parameters.items()}
         self._adamw = _adamw(starts, settings, compiled=compiled and not offload)
 
     @property
     def moment_bytes(self) -> float:
-        """What AdamW's memory of one parameter takes."""
+        """Bytes of AdamW's moments per number."""
         return 8 if self._settings.bits == 32 else EIGHT_BIT_MOMENTS
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update: a line up to the setting over the first updates."""
+        """The learning rate of the next update, after a linear warm-up."""
         warmup = self._settings.lr_warmup_steps
         return self._settings.lr * min(1.0, (self.updates + 1) / (warmup + 1))
 
     def gradient_norm(self) -> float:
-        """The norm of all gradients together, of all ranks; not finite as soon as one of them is not."""
+        """The norm of all gradients of all ranks; not finite if any is not."""
         parts = [each for name, each in self.gradients.items() if self._is_sharded(name)]
         norm = float(get_total_norm(each for name, each in self.gradients.items() if not self._is_sharded(name)))
         if not self._ranks.is_sharded:
@@ -87,7 +83,7 @@ class MasterAdamW:
         return math.sqrt(square + norm**2)
 
     def update(self, *, norm: float, max_norm: float) -> None:
-        """One update, the gradients scaled down to `max_norm`; none where all are 0, for nothing says where to."""
+        """One update with gradients clipped to `max_norm`; none if all are 0."""
         if norm:
             if (share := max_norm / (norm + _LEAST_NORM)) < 1:
                 for each in self.gradients.values():
@@ -98,13 +94,13 @@ class MasterAdamW:
                 for name, gradient in gradients.items():
                     self._masters[name].grad = gradient
                 self._adamw.param_groups[0]["lr"] = self.lr
-                self.updates += 1  # Before it is made: one that fails may have been made in part.
+                self.updates += 1  # first: a failed update may be partial
                 self._adamw.step()
                 self._publish()
         self.forget()
 
     def add_up(self) -> None:
-        """Add the gradients of all ranks to the masters'. What has one on no rank gets none."""
+        """Add the gradients of all ranks to the masters'. A parameter without gradient on all ranks gets none."""
         found = {
             name: self._sums[name].value if name in self._sums else None if each.grad is None else local_part(each.grad)
             for name, each in self._parameters.items()
@@ -124,23 +120,21 @@ class MasterAdamW:
         self._forget_parts()
 
     def forget(self) -> None:
-        """Throw the gradients away."""
         self.gradients.clear()
         self._adamw.zero_grad()
         self._forget_parts()
 
     def tensors(self) -> Iterator[Tensor]:
-        """All that lasts from one update to the next, where it lies."""
+        """All tensors that persist between updates."""
         yield from self._masters.values()
         for state in self._adamw.state.values():
             yield from (each for each in state.values() if isinstance(each, Tensor))
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """What going on needs, of all ranks, who ask for it together: one tensor after the other, by its name.
+        """The state to resume from, of all ranks, which call this together, tensor by tensor with its name.
 
-        `master.parameter` where a parameter does not show it, `moment.parameter`, and `moment_scale.parameter` of
-        those in 8 bits. They are the rank's own tensors where it has all; those of several ranks whose parts do not
-        end where blocks do are float32.
+        `master.parameter` if it differs from the parameter, `moment.parameter`, and `moment_scale.parameter` in 8 bits.
+        A rank that has all yields its own tensors; 8-bit moments are float32 if the ranks' parts do not end at blocks.
         """
         for name, parameter in self._parameters.items():
             master = self._masters[name]
@@ -155,7 +149,7 @@ class MasterAdamW:
 
     @torch.no_grad()
     def restore(self, *, updates: int, kept: Mapping[str, Tensor], masters: bool = True) -> None:
-        """Go back to what `state` said, with its `masters` or without; moments of other bits are converted."""
+        """Restore `state`, with or without its `masters`; moments of other bits are converted."""
         self.updates = updates
         for name, master in self._masters.items():
             if masters and (there := kept.get(f"{_MASTER}.{name}")) is not None:
@@ -165,7 +159,7 @@ class MasterAdamW:
             if f"{_STEP}.{name}" in kept:
                 if isinstance(self._adamw, EightBitAdamW):
                     state = self._adamw.new_state(master)
-                else:  # What is fused counts its updates beside the weights.
+                else:  # the fused optimizer's step is on the device
                     step = torch.zeros((), device=master.device)
                     state = {_STEP: step} | {each: torch.zeros_like(master) for each in _MOMENTS}
                 state[_STEP].copy_(kept[f"{_STEP}.{name}"])
@@ -185,7 +179,7 @@ class MasterAdamW:
             yield f"{moment}_scale.{name}", join_parts(scale, parameter)
 
     def _restore_moment(self, name: str, moment: str, state: dict[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-        """Fill this rank's part of a moment from what was kept of the whole, in whatever bits."""
+        """Restore this rank's part of a moment, from any bits."""
         parameter, there, in_bits = self._parameters[name], kept[f"{moment}.{name}"], f"{moment}_scale" in state
         scale, before = kept.get(f"{moment}_scale.{name}"), first_number(parameter)
         if scale is not None and in_bits and before % BLOCK == 0:
@@ -218,13 +212,12 @@ class MasterAdamW:
 
 
 class _Sum:
-    """The gradients of a parameter added up in float32, since the last update."""
+    """A parameter's gradients since the last update, summed in float32."""
 
     def __init__(self, parameter: nn.Parameter, compiled: bool) -> None:
         self.value: Tensor | None = None
         self._compiled = compiled
-        # What it calls must not hold `parameter`: a hook that holds what it hangs on is never freed, and a GPU has no
-        # room for two models.
+        # The hook must not reference `parameter`: such a cycle is never freed, and a GPU has no room for two models.
         parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     def _take(self, filled: Tensor) -> None:

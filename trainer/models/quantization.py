@@ -1,10 +1,8 @@
 """Frozen linear layers in 8 or 4 bits, for a base model below an adapter (QLoRA, Dettmers et al. 2023).
 
-8 bits: an int8 code a weight, and a float32 scale for each output. 4 bits: an NF4 code a weight, and a scale for each
-block of 64, itself in 8 bits with a float32 offset and step for 256 of them ("double quantisation").
-
-A pass decodes one matrix at a time, in the type of what it is multiplied with; the backward pass decodes it again, so
-that between the two only the codes are kept.
+8 bits: an int8 code per weight, and a float32 scale per output. 4 bits: an NF4 code per weight, and a scale per block
+of 64, itself in 8 bits with a float32 offset and step per 256 blocks ("double quantisation"). A pass decodes one matrix
+at a time, in the dtype of its input, and the backward pass decodes it again, so that only the codes are kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from tuneloop.shared.capacity.memory import NF4_BLOCK, NF4_GROUP
 from tuneloop.shared.errors import EnvironmentRefused
 from tuneloop.trainer.models.head import compile_if
 
-#: The quantiles of a normal distribution that NF4 can say, between -1 and 1.
+#: NF4's quantiles of the normal distribution.
 _NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -41,12 +39,11 @@ _NF4 = (
     1.0,
 )
 _LEVELS = 255
-#: So many weights are quantised at a time, which takes a few hundred megabytes.
-_CHUNK = 1 << 24
+_CHUNK = 1 << 24  # weights quantised at a time, which bounds temporary memory to a few hundred megabytes
 
 
 class _Int8(NamedTuple):
-    """Codes of shape OI, and a scale of each output."""
+    """Codes of shape OI, and a scale per output."""
 
     qweight: Tensor
     scales_O: Tensor
@@ -62,9 +59,9 @@ class _Int8(NamedTuple):
 
 
 class _NF4Codes(NamedTuple):
-    """Two codes a byte; of each block a byte for its scale; of each group of blocks their offset and step.
+    """Two codes per byte; a byte per block for its scale; the offset and step of each group of blocks.
 
-    `table` has the two numbers that each byte stands for.
+    `table` maps a byte to its two numbers.
     """
 
     qweight: Tensor
@@ -95,9 +92,9 @@ _KINDS: dict[int, type[_Int8] | type[_NF4Codes]] = {8: _Int8, 4: _NF4Codes}
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is frozen and kept in codes; it has no parameter `weight`.
+    """A linear layer with a frozen weight in codes, and no parameter `weight`.
 
-    While `exact` is set, that says what the weight was, and is asked in each pass.
+    While set, `exact` returns the original weight in each pass.
     """
 
     def __init__(self, linear: nn.Linear, bits: int, device: torch.device, *, compiled: bool = False) -> None:
@@ -107,13 +104,13 @@ class QuantizedLinear(nn.Linear):
         self.exact: Callable[[], Tensor] | None = None
         self.register_parameter("weight", None)
         self.register_parameter("bias", linear.bias)
-        with torch.no_grad():  # peft looks for the device at `qweight`, where there is no `weight`
+        with torch.no_grad():  # peft takes the device of `qweight` without a `weight`
             codes = _KINDS[bits].of(linear.weight.detach().to(device))
         for name, each in codes._asdict().items():
             self.register_buffer(name, each, persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """The layer's answer. Its gradient is that of the input alone."""
+        """The gradient is the input's alone."""
         if self.exact is not None:
             return nn.functional.linear(input, self.exact().to(input.dtype), self.bias)
         codes = list(self._codes)
@@ -122,7 +119,6 @@ class QuantizedLinear(nn.Linear):
 
     @torch.no_grad()
     def decode(self, dtype: torch.dtype) -> Tensor:
-        """The weight that it stands for."""
         return self._codes.decode(self._shape, dtype)
 
     @property
@@ -139,9 +135,9 @@ class QuantizedLinear(nn.Linear):
 def _product(
     input: Tensor, codes: list[Tensor], bits: int, outputs: int, inputs: int, transposed: bool, compiled: bool
 ) -> Tensor:
-    """The product with a weight of shape OI that is decoded for it.
+    """The product with a decoded weight of shape OI.
 
-    It is one operation for what compiles a layer, which else keeps each decoded weight for the backward pass.
+    A single operation, so that compilation does not keep decoded weights for the backward pass.
     """
     decode = compile_if(_decode, wanted=compiled)
     weight_OI = decode(bits, codes, (outputs, inputs), input.dtype)
@@ -176,7 +172,7 @@ def _decode(bits: int, codes: list[Tensor], shape: tuple[int, int], dtype: torch
 def quantize_layers(
     network: PreTrainedModel, bits: int, folder: Path, device: torch.device, *, compiled: bool = False
 ) -> None:
-    """Keep the linear layers but the head in so many bits. Raises EnvironmentRefused unless `folder` has them whole."""
+    """Quantise linear layers except the head. Raises EnvironmentRefused unless `folder` has their weights."""
     head = network.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, each in network.named_modules() if isinstance(each, nn.Linear) and each is not head]
     with _open_weights(folder) as weights:
@@ -192,14 +188,14 @@ def quantize_layers(
 
 @contextmanager
 def exact_weights(network: nn.Module, folder: Path) -> Iterator[None]:
-    """Within, quantised layers multiply with the weights that `folder` has, read one at a time. Nothing is compiled."""
+    """In the block, quantised layers use the weights in `folder`, read one at a time, uncompiled."""
     layers = {name: each for name, each in network.named_modules() if isinstance(each, QuantizedLinear)}
     if not layers:
         yield
         return
     with _open_weights(folder) as weights, torch.compiler.set_stance("force_eager"):
         for name, layer in layers.items():
-            # peft puts itself around a layer, which keeps its place otherwise.
+            # peft wraps the layer without renaming it otherwise.
             layer.exact = weights.reader(name.removesuffix(".base_layer"), next(layer.buffers()).device)
         try:
             yield
@@ -209,13 +205,13 @@ def exact_weights(network: nn.Module, folder: Path) -> Iterator[None]:
 
 
 class _Weights:
-    """The weights of layers in a Hugging Face folder's files, by the layers' names."""
+    """The weights of layers in a Hugging Face folder, by layer name."""
 
     def __init__(self, files: dict[str, Any]) -> None:
         self._files = files
 
     def has(self, layer: str, weight: Tensor) -> bool:
-        """Whether they are this layer's, in its type."""
+        """Whether the files have this weight, in its dtype."""
         name = f"{layer}.weight"
         if name not in self._files:
             return False
@@ -238,7 +234,7 @@ def _open_weights(folder: Path) -> Iterator[_Weights]:
 
 
 def _encode(part: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes of codes, and the largest of each block; zeros fill the last one up."""
+    """Bytes of codes, and each block's maximum; zeros pad the last block."""
     padded = nn.functional.pad(part.float(), (0, -len(part) % NF4_BLOCK)).view(-1, NF4_BLOCK)
     largest = padded.abs().amax(1)
     shares = padded / largest.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
@@ -248,7 +244,7 @@ def _encode(part: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _encode_scales(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """A byte of each, and of each group the number that 0 stands for and how much more 1 is."""
+    """A byte per scale, and each group's offset and step."""
     grouped = _in_groups(largest, pad="edge")
     offsets = grouped.amin(1)
     steps = (grouped.amax(1) - offsets) / _LEVELS

@@ -1,4 +1,4 @@
-"""What is said where the models do not fit."""
+"""Refuses models that exceed the GPU's memory."""
 
 import gc
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from tuneloop.shared.errors import EnvironmentRefused
 
 @contextmanager
 def room_for_weights() -> Iterator[None]:
-    """Raise EnvironmentRefused where the GPU has no room for what no smaller micro-batch makes smaller."""
-    gc.collect()  # A compiled layer holds itself.
+    """Raise EnvironmentRefused if the GPU has no memory for what no smaller micro-batch reduces."""
+    gc.collect()  # a compiled layer references itself
     try:
         yield
     except torch.OutOfMemoryError as error:

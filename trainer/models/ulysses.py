@@ -1,11 +1,11 @@
-"""Sequence parallelism as in Ulysses (Jacobs et al. 2023): several ranks read one packed row, each a part of it.
+"""Sequence parallelism as in Ulysses (Jacobs et al. 2023): several ranks read parts of one packed row.
 
-Outside of attention a rank has the positions of its part, and all heads; within, all positions, and its part of the
-heads. In between each sends every other what that one needs, forth and, in the backward pass, back:
+Outside of attention a rank has its part of the positions and all heads; within, all positions and its part of the
+heads. Before and after, and in the backward pass, ranks exchange them:
 
     H heads x P/S positions   ->   H/S heads x P positions   ->   attention   ->   H x P/S
 
-A key's head that fewer queries share than there are ranks is sent to several.
+A key head shared by fewer queries than there are ranks goes to several.
 """
 
 from typing import Any, cast
@@ -22,7 +22,7 @@ _SETTING = "trainer.ulysses_sequence_parallel_size"
 
 
 def require_divisible(network: PreTrainedModel, size: int) -> None:
-    """Raise SettingsError unless so many ranks can share the network's heads, and its rows."""
+    """Raise SettingsError unless so many ranks can share the network's heads and rows."""
     config, name = network.config.get_text_config(), type(network).__name__
     queries = config.num_attention_heads
     keys = getattr(config, "num_key_value_heads", None) or queries
@@ -36,7 +36,7 @@ def require_divisible(network: PreTrainedModel, size: int) -> None:
 
 
 def gather_tokens(part_N: Tensor, chosen: slice, total: int, group: SequenceGroup) -> Tensor:
-    """One number of each of `total` reply tokens, of which this rank made the `chosen`; their gradient is its own."""
+    """One value for each of `total` reply tokens, from the `chosen` of each rank; each rank's gradient is its own."""
     return cast(Tensor, _Gathered.apply(part_N, chosen, total, group))  # type: ignore[no-untyped-call]
 
 

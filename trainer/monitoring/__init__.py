@@ -1,1 +1,1 @@
-"""Monitors over steps and replies, which raise alarms."""
+"""Monitors of steps and replies, and their alarms."""

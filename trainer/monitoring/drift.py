@@ -1,14 +1,14 @@
-"""The rules of the monitors: what the model has drifted to since the first steps, and whether that is an alarm.
+"""Rules of the monitors: how far the model has drifted since its first steps, and whether that is an alarm.
 
-Pure. A history holds for each signal its values by step; a rule makes one figure of them and compares it with its
-threshold. Until there are values enough, a rule says nothing, and an open alarm stays as it is.
+Pure. A history holds each signal's values by step; a rule computes one figure and compares it with a threshold. Without
+enough values a rule returns nothing, and an open alarm stays.
 
     step       1 … baseline | …  | last window steps
-    compared   the first ones, with the mean of the last ones; the two never overlap
+    compared   the mean of the first ones with the mean of the last ones; the two never overlap
 
-For each evaluation the history also keeps the reward of its time. The alarm `reward_hack` looks at pairs of them:
+The history also keeps each evaluation with the reward at its time. The alarm `reward_hack` compares pairs of them:
 
-    step 40, score 0.80, reward 0.30    step 60, score 0.55, reward 0.70    rise 0.40, fall 0.25: the reward is hacked
+    step 40, score 0.80, reward 0.30    step 60, score 0.55, reward 0.70    rise 0.40, fall 0.25: reward hacking
 """
 
 import math
@@ -24,35 +24,30 @@ from tuneloop.shared.settings.versions import DriftSettings
 REWARD, LENGTH = "critic/rewards/mean", "response_length/mean"
 ENTROPY = "actor/entropy"
 KL, KL_BASE = "actor/kl_loss", "actor/kl_base"
-#: How far the rewards of a step are apart, of a method that compares them; the share of its tokens that taught nothing.
+#: The spread of a step's rewards, for methods that compare them; the share of its tokens without gradient.
 SPREAD, IDLE = "reward/spread", "critic/advantages/zero"
 LEVEL, EXTREME = "reward/level", "feedback/extreme"
 REFUSALS, TOOL_ERRORS, RATER = "replies/refusals", "replies/tool_errors", "feedback/largest_rater"
 
 SIGNALS = (REWARD, LENGTH, ENTROPY, KL, KL_BASE, REFUSALS, TOOL_ERRORS, RATER, LEVEL, EXTREME, SPREAD, IDLE)
 
-#: Steps after which it is said that nothing is learnt, and how sure it must be that a reward falls: Student's t of the
-#: line through their mean rewards, which chance exceeds once in a thousand.
+#: Steps before training may count as not learning, and Student's t of the rewards' trend that a fall needs, which
+#: chance exceeds once in a thousand.
 _LEARNING_STEPS, _SURE = 10, 4.5
 
-#: A fall below this part of the reward is none.
-_LEAST_FALL = 0.05
+_LEAST_FALL = 0.05  # smaller falls, as a share of the reward, do not count
+NOT_LEARNING = Code.NOT_LEARNING.value  # the alarm's name, and its code in the diagnosis
+OF_EVALUATIONS = frozenset({"reward_hack", "degraded"})  # alarms that compare evaluations
 
-#: The alarm, and its reason in the diagnosis.
-NOT_LEARNING = Code.NOT_LEARNING.value
-
-#: The alarms that compare evaluations.
-OF_EVALUATIONS = frozenset({"reward_hack", "degraded"})
-
-# So many windows are kept before what is looked at: a trainer may go back some steps and must find what was there.
+# Windows kept before the compared ones: a trainer may go back some steps.
 _WINDOWS_OF_ROOM = 3
 
-# So many steps at least are compared with as many before them: fewer batches differ by chance.
+# Fewest steps of a comparison: fewer batches differ by chance.
 _JUMP = 5
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """An evaluation after `step` steps, and the mean reward of the window that ended there; none at step 0."""
+    """An evaluation after `step` steps, and the mean reward of the window before; None at step 0."""
 
     step: int
     score: float
@@ -60,9 +55,9 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rules look at, oldest first. `raised` are the open alarms, with the step at which each was raised.
+    """The rules' input, oldest first. `raised` are the open alarms with their steps.
 
-    `tasks` is the fingerprint of those that the scores are of; None: it was not written down.
+    `tasks` is the fingerprint of the evaluated tasks; None: unknown.
     """
 
     series: dict[str, list[tuple[int, float]]] = {}
@@ -72,7 +67,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriftFinding(NamedTuple):
-    """One monitor's figure, and whether it is beyond the threshold; `reason` is the sentence of the alarm."""
+    """A monitor's figure, and whether it exceeds the threshold; `reason` is the alarm's sentence."""
 
     value: float
     threshold: float
@@ -81,7 +76,7 @@ class DriftFinding(NamedTuple):
 
 
 def until(history: History, step: int) -> History:
-    """The history as it was after `step` steps, but for the alarms: what reads them has seen all."""
+    """The history after `step` steps, with all alarms: their readers have seen them."""
     return msgspec.structs.replace(
         history,
         series={name: [each for each in values if each[0] <= step] for name, values in history.series.items()},
@@ -91,7 +86,7 @@ def until(history: History, step: int) -> History:
 
 
 def with_step(drift: DriftSettings, history: History, step: int, signals: Mapping[str, float]) -> History:
-    """The history with the step's signals; what is measured now and then holds until it is measured again."""
+    """The history with the step's signals; a signal measured at intervals holds until the next measurement."""
     series = dict(history.series)
     for name in SIGNALS:
         value = signals.get(name)
@@ -105,7 +100,6 @@ def with_step(drift: DriftSettings, history: History, step: int, signals: Mappin
 
 
 def with_score(drift: DriftSettings, history: History, step: int, score: float) -> History:
-    """The history with an evaluation."""
     rewards = [value for _, value in history.series.get(REWARD, [])][-drift.window :]
     new = EvaluationPoint(step=step, score=score, reward=fmean(rewards) if rewards else None)
     raised = [history.raised[name] for name in OF_EVALUATIONS if name in history.raised]
@@ -115,13 +109,13 @@ def with_score(drift: DriftSettings, history: History, step: int, score: float) 
 
 
 def verdicts(drift: DriftSettings, history: History) -> dict[str, DriftFinding]:
-    """What each monitor that has values enough says."""
+    """The findings of monitors with enough values."""
     verdicts = ((name, rule(drift, history)) for name, rule in RULES.items())
     return {name: verdict for name, verdict in verdicts if verdict is not None}
 
 
 def changes(history: History, found: Mapping[str, DriftFinding]) -> Iterator[tuple[str, bool]]:
-    """The alarms to be raised (True) and cleared. One whose monitor is gone is cleared."""
+    """Alarms to raise (True) and to clear; those of removed monitors are cleared."""
     for name, verdict in found.items():
         if verdict.over != (name in history.raised):
             yield name, verdict.over
@@ -177,23 +171,23 @@ def _level(signal: str, option: str, what: str) -> Callable[[DriftSettings, Hist
 
 
 def _distance(drift: DriftSettings, history: History) -> DriftFinding | None:
-    """Of the two signals the one that was seen last."""
+    """Uses the newer of the two signals."""
     seen = {name: history.series[name][-1][0] for name in (KL, KL_BASE) if history.series.get(name)}
     signal = max(seen, key=seen.__getitem__, default=KL)
     return _level(signal, "kl", "the distance from the base model")(drift, history)
 
 
 def _reward_hacking(drift: DriftSettings, history: History) -> DriftFinding | None:
-    """The largest fall of the score from an evaluation since which the reward rose by more than `reward_rise`."""
+    """The largest fall of the score since an evaluation after which the reward rose by more than `reward_rise`."""
     if len(history.scores) < 2:
         return None
     *earlier, now = history.scores
-    rose, worst, reason = now.reward, 0.0, "the reward and the evaluation go together"
+    rose, worst, reason = now.reward, 0.0, "the reward and the evaluation agree"
     if rose is None:
         return None
     first = [value for _, value in history.series.get(REWARD, [])][: min(drift.baseline, drift.window)]
     for then in earlier:
-        # The base model's evaluation, before any step, is compared with the rewards of the first steps.
+        # The base model's evaluation is compared with the rewards of the first steps.
         reward = (fmean(first) if first else None) if then.reward is None else then.reward
         fall = then.score - now.score
         if reward is not None and rose - reward > drift.reward_rise and fall > worst:
@@ -210,7 +204,7 @@ def _jump_steps(drift: DriftSettings) -> int:
 
 
 def _jump(drift: DriftSettings, history: History) -> DriftFinding | None:
-    """How far the mean reward of the last quarter of a window is from that of the quarter before, up or down."""
+    """The change of the mean reward between the last two quarters of a window, up or down."""
     steps = _jump_steps(drift)
     values = [value for _, value in history.series.get(LEVEL, [])][-2 * steps :]
     if len(values) < 2 * steps:
@@ -221,7 +215,7 @@ def _jump(drift: DriftSettings, history: History) -> DriftFinding | None:
 
 
 def _not_learning(drift: DriftSettings, history: History) -> DriftFinding | None:
-    """Whether the last steps had equal rewards or no advantage, or their reward falls: 1 if so."""
+    """1 if the last steps had equal rewards or no advantage, or if their reward falls."""
 
     def last(signal: str) -> list[float]:
         return [value for _, value in history.series.get(signal, [])][-_LEARNING_STEPS:]
@@ -233,7 +227,7 @@ def _not_learning(drift: DriftSettings, history: History) -> DriftFinding | None
     line = linear_regression(range(_LEARNING_STEPS), rewards)
     fall = -line.slope * (_LEARNING_STEPS - 1)
     explained = correlation(range(_LEARNING_STEPS), rewards) ** 2 if len(set(rewards)) > 1 else 0.0
-    least = _SURE / 2 if NOT_LEARNING in history.raised else _SURE  # so that it does not come and go
+    least = _SURE / 2 if NOT_LEARNING in history.raised else _SURE  # hysteresis
     is_sure = explained * (_LEARNING_STEPS - 2) > least**2 * (1 - explained)
     over = True
     if math.isclose(min(rewards), max(rewards)) and last(SPREAD) == [0.0] * _LEARNING_STEPS:
@@ -257,7 +251,6 @@ def _not_learning(drift: DriftSettings, history: History) -> DriftFinding | None
 
 
 def _fall_below_best(drift: DriftSettings, history: History) -> DriftFinding | None:
-    """How far the score is below the best of the evaluations that are remembered, whatever the reward did."""
     if len(history.scores) < 2:
         return None
     best, now = max(history.scores, key=lambda each: each.score), history.scores[-1]

@@ -1,9 +1,8 @@
-"""Watches training: after each step it looks at the step, the newest replies and feedback, and raises or clears alarms.
+"""Monitors training: after each step, checks the step, the newest replies and feedback, and raises or clears alarms.
 
-What it remembers is in `monitor/drift.json` of the job folder, of other policies in `drift-{policy}.json`, written
-after each step. A trainer that goes back to an older version goes back in it, too. Nothing that fails here stops
-training: what cannot be read or reported is skipped at that step, with a warning. Reported steps: those that are not
-finite, of which many in a row end the training; pace; spans.
+The history is in `monitor/drift.json` of the job folder, of other policies in `drift-{policy}.json`, written after each
+step, and follows a trainer back to an older version. A failing monitor is skipped with a warning, and never stops
+training. Also here: steps that are not finite, which end training; pace; spans.
 """
 
 import json
@@ -40,8 +39,6 @@ _log = structlog.get_logger()
 
 
 class PaceLog:
-    """The seconds of the steps since the last version."""
-
     def __init__(self, settings: Settings, ledger: Ledger, policy: int = 0) -> None:
         self._settings, self._ledger = settings, ledger
         self._rules = BatchRules.of(settings, policy)
@@ -49,16 +46,14 @@ class PaceLog:
         self._lags = False
 
     def add_step(self, seconds: float) -> None:
-        """A step was made."""
         self._step_s += seconds
 
     def end_version(self, epoch: int, consumed: int, *, publish_s: float) -> None:
-        """A version of so many experiences was registered."""
         backlog = self._ledger.training.trim(epoch, self._rules)
         if backlog.set_aside and not self._lags:
             _log.warning("trainer_lags", set_aside=backlog.set_aside, waiting=backlog.waiting)
         self._lags = backlog.set_aside > 0
-        if self._rules.policy:  # The reported pace is the default policy's.
+        if self._rules.policy:  # only the default policy's pace is reported
             self._step_s = 0.0
             return
         version = VersionPace(
@@ -72,12 +67,12 @@ class PaceLog:
         self._step_s = 0.0
         try:
             note_version(self._settings.job_dir, version)
-        except OSError as error:  # The next one is noted, too.
+        except OSError as error:  # the next version is noted too
             _log.warning("pace_not_written", reason=str(error))
 
 
 class StepSpans:
-    """Sends them, if there is `tracing`; it remembers the steps since the last version."""
+    """Sends spans of steps and versions, with `tracing`; keeps the steps since the last version."""
 
     def __init__(self, settings: Settings, tracing: "Tracing | None") -> None:
         self._experiment = f"{settings.project}/{settings.name}"
@@ -85,7 +80,7 @@ class StepSpans:
         self._steps: list[SpanId] = []
 
     def send_step(self, step: int, batch: Sequence[Sample], *, started: int) -> None:
-        """Of a step that ends now and began at `started`, in nanoseconds since 1970."""
+        """Send a step that ends now and started at `started`, in nanoseconds since 1970."""
         if self._tracing is None:
             return
         about: dict[str, str | int] = {"tuneloop.step": step, "tuneloop.experiences": len(batch)}
@@ -94,11 +89,10 @@ class StepSpans:
         self._tracing.send(FinishedSpan("step", place, started, time.time_ns(), about, links=links))
 
     def forget(self) -> None:
-        """The steps since the last version are undone."""
         self._steps = []
 
     def send_version(self, version: int, *, step: int, steps: int, started: int) -> None:
-        """Of a version of the first so many steps, registered now, that began to be published at `started`."""
+        """Send a version of the first `steps` steps, registered now, whose publication started at `started`."""
         if self._tracing is None:
             return
         about: dict[str, str | int] = {"tuneloop.version": version, "tuneloop.step": step}
@@ -110,12 +104,11 @@ class StepSpans:
 NOT_FINITE = "steps_not_finite"
 
 
-#: So many versions in a row that explorers reject stop the training.
-_MOST_REJECTED = 3
+_MOST_REJECTED = 3  # versions rejected in a row by explorers that stop training
 
 
 class FiniteSteps:
-    """Counts the steps in a row that were not finite, the last after `_skipped_after`; `_sound`: if one was."""
+    """Counts steps in a row that were not finite, the last after `_skipped_after`; `_sound`: one was finite."""
 
     def __init__(self, settings: Settings, alarms: Alarms) -> None:
         self._alarms, self._most = alarms, settings.algorithm.max_skipped_steps
@@ -124,31 +117,29 @@ class FiniteSteps:
 
     @property
     def too_few(self) -> bool:
-        """Whether nothing more is to be learnt."""
         return self._skipped >= self._most
 
     def note_failure(self, reason: str, *, after: int) -> None:
-        """The step after `after` was not finite."""
         self._skipped, self._skipped_after, self._why_skipped = self._skipped + 1, after, reason
 
     def note_success(self, step: int) -> None:
-        """This step was finite, and is not one made again from before the last that was not."""
+        """Note a finite step, unless it repeats one from before the last failure."""
         if step > self._skipped_after and (self._skipped or not self._sound):
             self._alarms.clear(NOT_FINITE)
             self._skipped, self._sound = 0, True
 
     def alarm(self, *, step: int, version: int) -> None:
-        """So many steps in a row that were not finite are no accident: nothing more is learnt until a restart."""
+        """Raise the alarm: training stops until a restart."""
         reason = f"{self._skipped} steps in a row were not finite, the last because {self._why_skipped}"
         if self._alarms.raise_alarm(Alarm(name=NOT_FINITE, reason=f"{reason}; training has stopped", step=step)):
             _log.error("training_stopped", reason=reason, version=version)
 
 
 class Rejections:
-    """Tells why training goes back, and stops it after so many rejections in a row: each takes its rows with it.
+    """Logs why training goes back, and stops it after many rejections in a row, since each consumes its rows.
 
-    What rejects one version after the other mostly lies outside them, such as a folder that explorer and trainer do
-    not share. A version that is served ends the row; so does who clears the alarm, or starts the trainer again.
+    Such rejections mostly have a cause outside the versions, such as a folder that explorer and trainer do not share. A
+    served version, clearing the alarm, or a restart resets the count.
     """
 
     def __init__(self, ledger: Ledger, policy: int = 0) -> None:
@@ -157,28 +148,28 @@ class Rejections:
         self._is_first = True
 
     def note(self, version: int) -> None:
-        """Training goes back from a version that was rejected or rolled back."""
         endings = (VersionAction.REJECTED, VersionAction.ROLLED_BACK)
         ended = [each for each in self._versions.events(version) if each.action in endings]
         by, reason = (ended[-1].actor, ended[-1].reason or "") if ended else ("", "")
         state, to = ended[-1].action.value if ended else "unknown", self._versions.newest().version
-        if to > version and not ended:  # the weights of another policy were promoted
+        if to > version and not ended:  # another policy's weights were promoted
             _log.info("training_goes_on_from", version=to, instead_of=version)
             return
         _log.warning("training_goes_back", version=version, to=to, state=state, by=by, reason=reason)
         served, before = self._versions.champion().version, self._served
-        # An administrator knows what is done.
+        # Administrators' rejections are deliberate.
         is_counted = state == VersionAction.REJECTED and by == "explorer"
         self._count, self._served = (0 if served > before else self._count) + is_counted, served
         if self._count >= _MOST_REJECTED:
             why = f"{self._count} versions in a row were rejected, the last because {reason}; training has stopped, so"
-            why += f" that no more rows are used up. Mend that, then `tuneloop alarms clear {Code.VERSIONS_REJECTED}`"
+            why += (
+                f" that no more rows are used. Repair the cause, then `tuneloop alarms clear {Code.VERSIONS_REJECTED}`"
+            )
             self._alarms.raise_alarm(Alarm(Code.VERSIONS_REJECTED, why, version=version))
             _log.error("training_stopped", reason=why, version=version)
 
     @property
     def are_too_many(self) -> bool:
-        """Whether nothing more is to be learnt: until a person has cleared the alarm."""
         if self._is_first:
             self._alarms.clear(Code.VERSIONS_REJECTED)
             self._is_first = False
@@ -188,15 +179,15 @@ class Rejections:
         return self._count >= _MOST_REJECTED
 
 
-#: What begins a tool call in the text, if no parser could make one of it.
+#: Starts of tool calls in text that no parser could read.
 CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 
-# The share of fewer replies says little.
+# Fewest replies for a share.
 _ENOUGH = 16
 
 
 def signals(replies: Sequence[ReplyExcerpt], refusals: Sequence[re.Pattern[str]]) -> dict[str, float]:
-    """The share of replies that refuse, and that of wrong ones among those that call tools; each only of enough."""
+    """The shares of refusals and, among tool calls, of wrong ones; each only of enough replies."""
     refused = [any(pattern.search(reply.text) for pattern in refusals) for reply in replies]
     wrong = [error for reply in replies if (error := tool_error(reply)) is not None]
     shares = {REFUSALS: refused, TOOL_ERRORS: wrong}
@@ -204,13 +195,13 @@ def signals(replies: Sequence[ReplyExcerpt], refusals: Sequence[re.Pattern[str]]
 
 
 def tool_error(reply: ReplyExcerpt) -> bool | None:
-    """Whether a reply calls a tool wrongly; None if it calls none.
+    """Whether a reply calls a tool wrongly; None without a call.
 
-    Wrong is a call whose arguments are no JSON object, one of a tool that the request does not offer, and, where it
-    offers some, the beginning of a call that stands in the text because no parser could read it.
+    Wrong are arguments that are no JSON object, a tool that was not offered, and, if tools were offered, the start of a
+    call in the text.
     """
     body, offered = None if reply.request is None else _json(reply.request), None
-    if isinstance(body, dict):  # The names of the tools that it offers, in any of the dialects.
+    if isinstance(body, dict):  # names of offered tools in any dialect
         tools = [*_objects(body.get("tools")), *_objects(body.get("functions"))]
         named = (each if isinstance(each := tool.get("function"), dict) else tool for tool in tools)
         offered = {name for each in named if isinstance(name := each.get("name"), str)}
@@ -243,18 +234,17 @@ def _json(text: str | bytes) -> object:
         return None
 
 
-#: Of so many of a step's replies.
-_MOST = 32
+_MOST = 32  # replies of a step that are measured
 
 
 class PolicyDivergence:
-    """Measured after every `kl_every` steps, if at all; the base model is loaded for it and let go."""
+    """Measures the divergence every `kl_every` steps; the base model is loaded for it and released."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
     def measure(self, learner: Learner, replies: Sequence[Sample]) -> Metrics:
-        """The mean over the tokens of replies that were sampled, in nats, if it is time."""
+        """The mean over tokens of sampled replies in nats, if due."""
         wanted = self._settings.monitor.drift
         sampled = [each for each in replies if each.demonstration is None][:_MOST]
         if learner.steps % wanted.kl_every or not sampled:
@@ -270,12 +260,11 @@ class PolicyDivergence:
         return {}
 
 
-#: Methods for which no reply need be better than another.
-_OF_NO_REWARD = frozenset({"sft", "distill"})
+_OF_NO_REWARD = frozenset({"sft", "distill"})  # methods that compare no rewards
 
 
 class Monitors:
-    """The monitors of one policy. Raises EnvironmentRefused if the evaluation's tasks cannot be asked."""
+    """The monitors of one policy. Raises EnvironmentRefused for evaluation tasks that do not fit the model."""
 
     def __init__(self, settings: Settings, ledger: Ledger, policy: int = 0) -> None:
         self._drift, self._every = settings.monitor.drift, settings.monitor.evaluation.every
@@ -291,13 +280,13 @@ class Monitors:
         self._unwritten = False
 
     def begin(self, learner: Learner) -> Metrics:
-        """Go on from the learner as it was loaded. The base model is evaluated before its first step."""
+        """Resume from the loaded learner. The base model is evaluated before its first step."""
         history = History()
         try:
             history = msgspec.json.decode(self._file.read_bytes(), type=History)
         except FileNotFoundError:
             pass
-        except (OSError, msgspec.MsgspecError) as error:  # The baseline begins again.
+        except (OSError, msgspec.MsgspecError) as error:  # the baseline starts anew
             _log.warning("drift_not_read", path=str(self._file), reason=str(error))
         self._history = drift.until(history, learner.steps)
         if self._held_out is not None:
@@ -306,7 +295,7 @@ class Monitors:
             if self._history.tasks not in (None, tasks):
                 self._history = msgspec.structs.replace(self._history, scores=[])
                 for name in self._history.raised.keys() & drift.OF_EVALUATIONS:
-                    self._turn(name, None, step=step)
+                    self._set_alarm(name, None, step=step)
             self._history = msgspec.structs.replace(self._history, tasks=tasks)
         if learner.steps or self._history.scores:
             return {}
@@ -315,9 +304,9 @@ class Monitors:
     def after_step(
         self, learner: Learner, learnt: Mapping[str, float], *, version: int, replies: Sequence[Sample] = ()
     ) -> Metrics:
-        """What is to be seen after a step of `version`, made of these replies; alarms are raised and cleared."""
+        """Metrics after a step of `version`, made of these replies; raises and clears alarms."""
         seen = self._ledger_signals()
-        if self._rule.clip is not None and drift.REWARD in learnt:  # As a share of what rewards can be.
+        if self._rule.clip is not None and drift.REWARD in learnt:  # as a share of the range
             low, high = self._rule.clip
             seen[drift.LEVEL] = (learnt[drift.REWARD] - low) / (high - low)
         if self._compares_rewards and "critic/rewards/max" in learnt:
@@ -329,7 +318,7 @@ class Monitors:
             seen |= self._evaluate(learner)
         verdicts = drift.verdicts(self._drift, self._history)
         for name, over in list(drift.changes(self._history, verdicts)):
-            self._turn(name, verdicts.get(name) if over else None, step=learner.steps, version=version)
+            self._set_alarm(name, verdicts.get(name) if over else None, step=learner.steps, version=version)
         draft = self._file.with_suffix(".tmp")
         try:
             make_below(self._file.parent)
@@ -345,7 +334,7 @@ class Monitors:
         return seen | figures | {"drift/alarms": float(len(self._history.raised))}
 
     def _ledger_signals(self) -> Metrics:
-        """The signals in the ledger; none while it is away."""
+        """The ledger's signals; none while it is unavailable."""
         found: Metrics = {}
         options = self._drift
         try:
@@ -373,8 +362,8 @@ class Monitors:
         _log.info("evaluated", step=learner.steps, score=score, seconds=round(scored["time/evaluation"], 3))
         return scored
 
-    def _turn(self, name: str, raised: drift.DriftFinding | None, *, step: int, version: int = 0) -> None:
-        """Raise the alarm, or clear it; what the ledger did not store is reported again after the next step."""
+    def _set_alarm(self, name: str, raised: drift.DriftFinding | None, *, step: int, version: int = 0) -> None:
+        """Raise or clear the alarm; a failure is repeated after the next step."""
         open_now = dict(self._history.raised)
         try:
             if raised is None:

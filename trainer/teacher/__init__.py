@@ -1,1 +1,1 @@
-"""The teacher of distill: here or behind an endpoint."""
+"""The teacher of distillation: a local model or an endpoint."""

@@ -1,8 +1,6 @@
-"""The teacher of `distill`: a local model, or one behind an endpoint.
+"""The teacher of `distill`, a local model or an endpoint, and retries for a teacher that does not answer.
 
-It has the tokenizer of the model that is trained: what it is asked about are token ids.
-
-How the training loop deals with a teacher that does not answer: it waits, retries, and drops what always fails.
+The teacher must have the trained model's tokenizer: requests are token ids.
 """
 
 import json
@@ -35,19 +33,12 @@ from tuneloop.trainer.batches.tokenizer import ends_of, tokenizer_of
 from tuneloop.trainer.models.model import Actor
 from tuneloop.trainer.stop import Stop
 
-#: So many requests are under way at a time.
-_AT_ONCE = 8
+_AT_ONCE = 8  # requests at a time
+_PAUSES_S = (1.0, 4.0)  # seconds between the tries of a request
+_KEEP_S = 4.0  # below the five seconds after which uvicorn, and so vLLM, closes an idle connection
+_REFUSED = {400, 413, 422}  # statuses that no retry changes
 
-#: Seconds between the tries of a request.
-_PAUSES_S = (1.0, 4.0)
-
-#: Shorter than the five seconds after which uvicorn, and so vLLM, closes an idle connection.
-_KEEP_S = 4.0
-
-#: A request that is answered so will never be answered otherwise.
-_REFUSED = {400, 413, 422}
-
-#: How two tokenizers are compared: a text of many scripts, to which special tokens are added.
+#: Text of many scripts to compare tokenizers; special tokens are appended.
 _SAMPLER = (
     "The quick brown fox jumps over 13 lazy dogs, doesn't it?\n\n\tdef f(x: int) -> float:\n        return x / 3.14"
     '\r\n{"a": [1e-9, null]} <b>&amp;</b> Zürich ñandú'
@@ -55,14 +46,13 @@ _SAMPLER = (
 )
 _MOST_SPECIALS = 256
 
-#: Status and JSON of an answer, or why there was none after a few tries.
-_Response = tuple[int, Any] | TeacherAway
+_Response = tuple[int, Any] | TeacherAway  # status and JSON of an answer, or the error after all tries
 
 _Read = TypeVar("_Read")
 
 
 class RemoteTeacher:
-    """A model behind `algorithm.distill.teacher_url`. `stop` ends every wait."""
+    """A model behind `algorithm.distill.teacher_url`. `stop` ends each wait."""
 
     def __init__(self, settings: Settings, stop: Stop, *, pauses_s: Sequence[float] = _PAUSES_S) -> None:
         wanted = settings.algorithm.distill
@@ -78,7 +68,7 @@ class RemoteTeacher:
         self._known = False
 
     def check(self) -> None:
-        """Raise EnvironmentRefused unless it accepts token ids, returns log-probabilities, and tokenizes as we do."""
+        """Raise EnvironmentRefused unless it accepts token ids, returns log-probabilities, and has our tokenizer."""
         if self._known:
             return
         words = tokenizer_of(self._settings)
@@ -99,7 +89,6 @@ class RemoteTeacher:
         self._known = True
 
     def score(self, sequences: Sequence[TokenSequence], *, tokens: int | None = None) -> Tensor:
-        """See Teacher."""
         self.check()
         requests = [{"prompt": each.ids.tolist(), **_SCORE} for each in sequences]
         calls = [each.calls for each in sequences]
@@ -107,7 +96,6 @@ class RemoteTeacher:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def reply(self, samples: Sequence[Sample]) -> list[Sample]:
-        """See Teacher."""
         self.check()
         most = self._settings.model.max_response_tokens or MOST_TOKENS
         options = {"max_tokens": most, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "return_token_ids": True}
@@ -121,7 +109,7 @@ class RemoteTeacher:
         calls: Sequence[Sequence[Sample]],
         read: Callable[[int, dict[str, Any]], _Read],
     ) -> list[_Read]:
-        """What `read` makes of the answers, in the order of the requests, each of which is about some `calls`."""
+        """Parse the answers by `read`, in the order of the requests, each about some `calls`."""
         refused: defaultdict[str, list[int]] = defaultdict(list)
         failed: defaultdict[str, list[int]] = defaultdict(list)
         found: list[_Read] = []
@@ -146,16 +134,14 @@ class RemoteTeacher:
     def _refuse(self, sentence: str) -> None:
         raise EnvironmentRefused(f"algorithm.distill.teacher_url: {self._url} {sentence}")
 
-    # Asking.
-
     def _all(self, bodies: Sequence[Mapping[str, object]]) -> dict[int, _Response]:
-        """The answers by the requests' number; to some nothing, if too many before them failed. Threads are daemons."""
-        # By chance, so that rows which always fail do not hide those behind them for ever.
+        """Answers by request number; after many failures in a row, some requests have none."""
+        # Random order, so that rows that always fail do not block the others.
         turns, given_up = iter(random.sample(range(len(bodies)), len(bodies))), threading.Event()
         responses: queue.SimpleQueue[tuple[int, _Response]] = queue.SimpleQueue()
 
         def ask() -> None:
-            # Each closes its own: only its user knows when it is done with it.
+            # One client per thread, closed when the thread is done.
             with self._client() as client:
                 while not given_up.is_set() and (turn := next(turns, None)) is not None:
                     try:
@@ -170,7 +156,7 @@ class RemoteTeacher:
         failed_in_a_row = 0
         try:
             while len(answers) < len(bodies) and failed_in_a_row < _AT_ONCE:
-                # Asked before a look, not behind it: what a thread put there before it ended is still found.
+                # Checked before the queue, so that a thread's last answer is not missed.
                 alive = any(thread.is_alive() for thread in threads)
                 try:
                     turn, answer = responses.get(timeout=0.2)
@@ -196,7 +182,7 @@ class RemoteTeacher:
         )
 
     def _patiently(self, client: httpx.Client, body: Mapping[str, object]) -> tuple[int, Any]:
-        """Status and JSON of the answer, after a few tries. Raises TeacherAway."""
+        """Status and JSON of the answer, with retries. Raises TeacherAway."""
         reason = ""
         for pause in (*self._pauses_s, None):
             try:
@@ -214,12 +200,12 @@ class RemoteTeacher:
         raise TeacherAway(f"{self._url} does not answer: {reason}")
 
 
-#: The least that vLLM answers with: it generates one token, and returns each token of the prompt without alternatives.
+#: vLLM's shortest answer: one generated token, and each prompt token without alternatives.
 _SCORE: Mapping[str, object] = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
 
 def _logprobs(sequence: TokenSequence, choice: Mapping[str, Any]) -> Tensor:
-    """Of each token from the first reply token on; raises TeacherAway if the answer is about other tokens."""
+    """Log-probabilities from the first reply token on. Raises TeacherAway for other tokens."""
     logprobs = choice.get("prompt_logprobs")
     if not isinstance(logprobs, list) or len(logprobs) != len(sequence.ids):
         raise TeacherAway("the teacher returns no log-probability of each token")
@@ -236,7 +222,7 @@ def _logprobs(sequence: TokenSequence, choice: Mapping[str, Any]) -> Tensor:
 
 
 def _reply_ids(choice: Mapping[str, Any], most: int) -> list[int] | str:
-    """The ids of a reply, or why it is none."""
+    """The ids of a reply, or the reason without any."""
     ids = choice.get("token_ids")
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         raise TeacherAway("the teacher returns no token ids any more")
@@ -251,7 +237,7 @@ def _choice(answer: Any) -> dict[str, Any]:
 
 
 def _message(answer: Any) -> str:
-    """What an error says, in OpenAI's envelope or not: one line of 300 characters at most."""
+    """The message of an error, in OpenAI's envelope or not: one line of at most 300 characters."""
     if isinstance(answer, str):
         with suppress(ValueError):
             answer = json.loads(answer)
@@ -261,8 +247,7 @@ def _message(answer: Any) -> str:
     return " ".join(str(answer).split())[:300]
 
 
-#: The most tokens of a teacher's reply where `model.max_response_tokens` does not say.
-MOST_TOKENS = 2048
+MOST_TOKENS = 2048  # longest reply of a teacher without `model.max_response_tokens`
 
 CUT_OFF = "the teacher's reply was cut off at {} tokens"
 NO_NUMBER = "the teacher's log-probability of a token is not a number"
@@ -270,25 +255,25 @@ _NO_ROOM = "the GPU's memory has no room for the teacher's reply"
 
 
 class Teacher(Protocol):
-    """What is asked of a teacher. Both raise TeacherAway or SamplesRefused."""
+    """A teacher. `score` and `reply` raise TeacherAway or SamplesRefused."""
 
     def check(self) -> None:
-        """Raise EnvironmentRefused if it cannot be a teacher of this model, TeacherAway if it cannot be asked."""
+        """Raise EnvironmentRefused if it cannot teach this model, TeacherAway if it does not answer."""
 
     def score(self, sequences: Sequence[TokenSequence], *, tokens: int | None = None) -> Tensor:
-        """Its log-probabilities at temperature 1 of the sequences' action tokens, float32 of shape BR, else 0.
+        """Log-probabilities at temperature 1 of the action tokens, float32 of shape BR, 0 elsewhere.
 
-        `tokens`: so many go through a model on this machine at once; None: as many as the settings say.
+        `tokens`: tokens per pass of a local model; None: by the settings.
         """
         ...
 
     def reply(self, samples: Sequence[Sample]) -> list[Sample]:
-        """The samples with its replies, which it sampled at temperature 1, in the place of their own."""
+        """The samples with the teacher's replies, sampled at temperature 1."""
         ...
 
 
 class _Numbers(LogitsProcessor):
-    """Raises FloatingPointError before a token would be sampled from NaN, which on a GPU ends the process."""
+    """Raises FloatingPointError before sampling from NaN, which on a GPU ends the process."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if scores.isnan().any():
@@ -297,8 +282,6 @@ class _Numbers(LogitsProcessor):
 
 
 class LocalTeacher:
-    """A Hugging Face model in a folder of this machine."""
-
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
         self._actor = Actor.load(settings, folder)
@@ -306,7 +289,7 @@ class LocalTeacher:
         self._words = tokenizer_of(settings, folder, "algorithm.distill.teacher_path")
 
     def check(self) -> None:
-        """Raise EnvironmentRefused unless both models have the same words under the same numbers."""
+        """Raise EnvironmentRefused unless both tokenizers have the same vocabulary."""
         ours, theirs = tokenizer_of(self._settings).get_vocab(), self._words.get_vocab()
         if ours != theirs:
             different = next(word for word in {**ours, **theirs} if ours.get(word) != theirs.get(word))
@@ -317,7 +300,7 @@ class LocalTeacher:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[TokenSequence], *, tokens: int | None = None) -> Tensor:
-        """See Teacher. Raises torch.OutOfMemoryError too."""
+        """Also raises torch.OutOfMemoryError."""
         self._must_know(call for sequence in sequences for call in sequence.calls)
         batch = collate(sequences)
         batch = replace(batch, temperatures_BR=torch.ones_like(batch.temperatures_BR))
@@ -337,7 +320,7 @@ class LocalTeacher:
 
     @torch.no_grad()
     def reply(self, samples: Sequence[Sample]) -> list[Sample]:
-        """See Teacher. A sample gets the same reply however often it is asked."""
+        """A repeated request for a sample gets the same reply."""
         self._must_know(samples)
         most = self._settings.model.max_response_tokens or MOST_TOKENS
         ends = ends_of(self._settings.model.model_path, self._words)
@@ -347,7 +330,7 @@ class LocalTeacher:
         return with_replies(samples, replies, known=len(self._words))
 
     def _reply_ids(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
-        """The ids of its reply, or why it has none."""
+        """The ids of the reply, or the reason without any."""
         try:
             ids_1T = torch.tensor(sample.prompt_ids.astype(np.int64), device=self._actor.network.device)[None]
             with torch.random.fork_rng():
@@ -379,7 +362,7 @@ class LocalTeacher:
 
 
 def with_replies(samples: Sequence[Sample], replies: Sequence[list[int] | str], *, known: int) -> list[Sample]:
-    """The samples with other replies; raises SamplesRefused if one is a reason instead of ids of the `known` tokens."""
+    """The samples with other replies. Raises SamplesRefused for reasons, and for ids beyond the `known` tokens."""
     refused: defaultdict[str, list[int]] = defaultdict(list)
     demonstrations = []
     for sample, reply in zip(samples, replies, strict=True):
@@ -399,21 +382,16 @@ _log = structlog.get_logger()
 _AWAY = "teacher_away"
 _RETRY_S = 3.0
 
-#: A sample is dropped after so many failures in a row of a teacher that answers for other samples.
-_MAX_FAILURES = 3
-
-#: So many failed attempts in a row raise an alarm: more than it takes to drop a sample.
-_ALARM_AFTER = 10
+_MAX_FAILURES = 3  # failures in a row, while the teacher answers for others, that drop a sample
+_ALARM_AFTER = 10  # failed attempts in a row that raise an alarm: more than drop a sample
 
 
 class TeacherRetries:
-    """Creates the teacher, if the settings name one. Raises EnvironmentRefused if it cannot teach this model.
+    """Creates the settings' teacher, if any, and retries requests. Raises EnvironmentRefused for an unsuitable teacher.
 
-    A teacher that does not answer at the start is checked again with the first batch. Methods without a teacher use
-    none of this.
-
-    `_failed_attempts` counts the attempts in a row that labelled no batch, `_failures`, by the id of a sample, those in
-    which the teacher answered for others. `_alarm_open` None: the previous trainer may have left the alarm open.
+    A teacher that does not answer at the start is checked again with the first batch. `_failed_attempts` counts
+    attempts in a row without a batch; `_failures`, by sample id, those in which the teacher answered for others.
+    `_alarm_open` None: an earlier trainer may have raised the alarm.
     """
 
     def __init__(self, settings: Settings, alarms: Alarms, stop: Stop, *, retry_s: float = _RETRY_S) -> None:
@@ -435,7 +413,7 @@ class TeacherRetries:
                 self._count_failure(error)
 
     def label(self, batch: list[Sample]) -> list[Sample]:
-        """The batch, with the teacher's replies where these are learnt. Raises TeacherAway or SamplesRefused."""
+        """The batch, with the teacher's replies if these are trained on. Raises TeacherAway or SamplesRefused."""
         if self.teacher is None or not self._learns_replies:
             return batch
         return self.teacher.reply(batch)
@@ -443,10 +421,10 @@ class TeacherRetries:
     def requeue(
         self, batch: Sequence[Sample], error: TeacherAway | SamplesRefused, *, drop: Callable[[list[Sample], str], None]
     ) -> list[Sample]:
-        """The samples of a failed batch to try again: all of them, after a wait, or those that are not dropped."""
+        """The samples of a failed batch to retry: all after a wait, or those that are not dropped."""
         if isinstance(error, TeacherAway):
             self._count_failure(error)
-            # None is dropped while the teacher answers for no sample at all.
+            # While the teacher answers for no sample, none is dropped.
             failed_ids = {number for ids in error.failed.values() for number in ids}
             if failed_ids:
                 self._failures = {number: self._failures.get(number, 0) + 1 for number in failed_ids}
@@ -466,7 +444,7 @@ class TeacherRetries:
         return [sample for sample in batch if sample.id not in dropped]
 
     def succeeded(self) -> None:
-        """A batch has been trained on: the teacher, if there is one, answered. Raises LedgerUnavailable."""
+        """Note a trained batch: the teacher, if any, answered. Raises LedgerUnavailable."""
         if self._alarm_open is not False:
             self._alarms.clear(_AWAY)
             self._alarm_open = False

@@ -1,1 +1,1 @@
-"""The trainer as several processes, one for each GPU."""
+"""The trainer as several processes, one per GPU."""

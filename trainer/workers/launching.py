@@ -1,7 +1,6 @@
-"""Starts the ranks of a trainer on this machine, or the one process that has Ray train, and again what dies.
+"""Starts the ranks of a trainer on this machine, or the process that uses Ray, and restarts them after a failure.
 
-What a rank does is in the last version or still waiting in the ledger, so that nothing but the new epoch of rank 0 is
-needed to go on.
+Work of a failed rank is in the last version or still in the ledger, so a restart needs only rank 0's new epoch.
 """
 
 import ctypes
@@ -23,21 +22,18 @@ from tuneloop.trainer.stop import Stop
 
 _log = structlog.get_logger()
 
-#: Seconds before ranks are started again: so many at first, twice as many each time, at most so many. Ranks that have
-#: run for long begin at the first again.
+#: Seconds before a restart: the first, the most, doubling in between; reset after a run of so many seconds.
 _PAUSE_S, _LONGEST_PAUSE_S, _LONG_S = 1.0, 60.0, 300.0
 
-#: Seconds that the others get to end by themselves once one has. On GPUs they may hang on what it does not send.
-_GRACE_S = 15.0
+_GRACE_S = 15.0  # seconds for the other ranks to exit once one has; on GPUs they may hang without it
 _LOOK_S = 0.5
 
-#: Codes after which starting again changes nothing: settings, the machine, another trainer that has taken over.
-_FOR_GOOD = {2, 3, 4}
+_FOR_GOOD = {2, 3, 4}  # exit codes that a restart does not change: settings, the machine, a newer trainer
 _PR_SET_PDEATHSIG = 1
 
 
 def launch(command: Sequence[str], size: int, stop: Stop) -> int:
-    """Run the command as ranks until they have ended for good; the code of the one that says why."""
+    """Run the command as ranks until they exit for good; the exit code of the cause."""
     pause_s = _PAUSE_S
     while True:
         started = time.monotonic()
@@ -53,7 +49,7 @@ def launch(command: Sequence[str], size: int, stop: Stop) -> int:
 
 
 def _run(command: Sequence[str], size: int, stop: Stop) -> int:
-    """Run the ranks until all have ended: by themselves, or because one has."""
+    """Run the ranks until all have exited, by themselves or because one did."""
     with tempfile.TemporaryDirectory(prefix="tuneloop-ranks-", ignore_cleanup_errors=True) as folder:
         ranks = [
             subprocess.Popen(
@@ -76,11 +72,11 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], stop: Stop) -> int:
     stopping, deadline = False, float("inf")
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         if stop.is_set() and not stopping:
-            ranks[0].send_signal(signal.SIGTERM)  # It ends the others.
+            ranks[0].send_signal(signal.SIGTERM)  # rank 0 ends the others
             stopping = True
         if deadline == float("inf") and any(rank.poll() is not None for rank in ranks):
             deadline = time.monotonic() + _GRACE_S
-        with ExitStack() as closing:  # Wait until one of those that run has ended, or so long.
+        with ExitStack() as closing:  # wait for an exit, or so long
             running = [os.pidfd_open(rank.pid) for rank in ranks if rank.poll() is None]
             for each in running:
                 closing.callback(os.close, each)
@@ -91,13 +87,13 @@ def _watch(ranks: Sequence["subprocess.Popen[bytes]"], stop: Stop) -> int:
             _log.warning("rank_hung", rank=number, killed_after_s=_GRACE_S)
         elif code:
             _log.warning("rank_ended", rank=number, code=code)
-    if codes[0] == 0 or (stopping and codes[0] == -signal.SIGTERM):  # before it knew how to stop
+    if codes[0] == 0 or (stopping and codes[0] == -signal.SIGTERM):  # before its handler was installed
         return 0
     return next((code for code in codes if code in _FOR_GOOD), 1)
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the kernel stop this process when its parent is gone. The other ranks end with rank 0."""
+    """Let the kernel stop this process when its parent exits. The other ranks end with rank 0."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     with suppress(ProcessLookupError):
         if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""What one rank of the trainer does, from its start to its end. All but rank 0 follow its orders."""
+"""Runs one rank of the trainer; all but rank 0 follow its orders."""
 
 from functools import partial
 from weakref import ref
@@ -32,13 +32,13 @@ _log = structlog.get_logger()
 
 
 def take_part(settings: Settings, stop: Stop) -> None:
-    """Train as the rank that the environment names. Raises what `run` raises, or RankFailed."""
+    """Train as the rank that the environment names. Raises RankFailed, and `run`'s errors."""
     together = settings.trainer.ulysses_sequence_parallel_size
     serve(settings, JoinedRanks.join(device_of(settings), together=together), stop)
 
 
 def serve(settings: Settings, ranks: JoinedRanks, stop: Stop) -> None:
-    """Lead as rank 0, the one that `stop` stops, or follow it."""
+    """Lead as rank 0, which `stop` stops, or follow."""
     ranks.shards = bool(ranks.decide(lambda: must_shard(settings)))
     if ranks.rank:
         follow(fit_to_memory(settings), ranks)
@@ -49,13 +49,13 @@ def serve(settings: Settings, ranks: JoinedRanks, stop: Stop) -> None:
 
 
 def follow(settings: Settings, ranks: JoinedRanks) -> None:
-    """Do what rank 0 orders until it says that there is no more. An error ends this rank, unless all ranks have it."""
+    """Execute rank 0's orders until the last one. An error ends this rank, unless all ranks raise it."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     learner: Learner | None = None
     while True:
         match ranks.follow():
             case LoadOrder() as order:
-                learner = None  # A GPU has no room for two.
+                learner = None  # a GPU has no room for two
                 with room_for_weights():
                     learner = snapshot.resume(settings, *order.paths, ranks)
                 learner.mixed = MixedFile.of(settings)
@@ -63,10 +63,10 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
             case StepOrder() as order:
                 assert learner is not None
                 learner.micro_batch_tokens = order.tokens
-                learner.smaller = partial(_shrink_as_rank_0_says, ref(learner)) if order.halves else None
+                learner.smaller = partial(_shrink_with_rank_0, ref(learner)) if order.halves else None
                 if order.checkpointing:
                     checkpoint_activations(learner)
-                # What all ranks raise together, of which rank 0 decides what comes of it.
+                # All ranks raise these together, and rank 0 handles them.
                 try:
                     learner.step(order.samples, version=order.version)
                 except RankOutOfMemory:
@@ -90,11 +90,11 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
                 return
 
 
-def _shrink_as_rank_0_says(stepping: ref[Learner]) -> int:
+def _shrink_with_rank_0(stepping: ref[Learner]) -> int:
     learner = stepping()
     assert learner is not None
     with learner.ranks.agree():
-        pass  # Rank 0 may have found out that nothing smaller helps.
+        pass  # rank 0 may raise that nothing smaller helps
     tokens, is_checkpointing = (learner.ranks.decide(_leave_to_rank_0) for _ in range(2))
     if is_checkpointing:
         checkpoint_activations(learner)

@@ -1,7 +1,6 @@
-"""The ranks as workers of Ray Train, on whichever machines of a cluster have room.
+"""Runs the ranks as workers of Ray Train, on machines of a cluster, which restarts all when one dies.
 
-Ray starts all of them again when one dies. Messages between them and their driver go through an actor: the driver
-says when to stop, and a rank why it refuses to start, which starting again would not change.
+An actor passes messages: the driver's stop, and a rank's reason for refusing to start, which no restart changes.
 """
 
 import fcntl
@@ -34,10 +33,9 @@ from tuneloop.trainer.stop import Stop
 _log = structlog.get_logger()
 
 _LOOK_S = 0.5
-#: Ray Train would log what every library says at level info. A node that is about to go is met as one that has gone.
+#: Ray Train would log all libraries' info messages. A preempted node is handled like a lost one.
 _NOT_WANTED = ("CONTROLLER_STRUCTURED_LOGGING", "WORKER_STRUCTURED_LOGGING", "PREEMPTION_WATCHER")
-#: Linux's question for the address of a network interface.
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # Linux's request code for an interface's address
 _NAMESPACE = "tuneloop"
 
 
@@ -49,54 +47,49 @@ class StopActor:
         self._refusal: tuple[int, str] | None = None
 
     def stop(self) -> None:
-        """Ask rank 0 to stop."""
         self._stopped = True
 
     def is_stopped(self) -> bool:
-        """Whether it is to stop."""
         return self._stopped
 
     def refuse(self, code: int, sentence: str) -> None:
-        """Record why a rank ended for good; the first reason stays."""
+        """Record why a rank exited for good; the first reason stays."""
         self._refusal = self._refusal or (code, sentence)
 
     def refusal(self) -> tuple[int, str] | None:
-        """The recorded reason."""
         return self._refusal
 
 
 class ActorStop:
-    """What the actor says, for the training loop."""
+    """A Stop that polls the actor."""
 
     def __init__(self, board: Any) -> None:
         self._board, self._set = board, False
 
     def is_set(self) -> bool:
-        """Whether to stop."""
         import ray
 
         self._set = self._set or bool(ray.get(self._board.is_stopped.remote()))
         return self._set
 
     def wait(self, timeout: float) -> bool:
-        """Sleep for so many seconds, or until asked to stop; whether to stop."""
+        """Sleep until the timeout or a stop; whether to stop."""
         deadline = time.monotonic() + timeout
         while not self.is_set() and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK_S))
         return self._set
 
     def set(self) -> None:
-        """Stop, from another thread."""
         self._set = True
 
 
 def train_on_ray(settings: Settings, stop: Stop) -> int:
-    """Train on the Ray cluster until all is done or `stop` is set; the exit code. Raises EnvironmentRefused."""
+    """Train on the Ray cluster until done or stopped; the exit code. Raises EnvironmentRefused."""
     address = settings.cluster.ray_address
     if address == LOCAL:
         keep_to_this_machine()
     else:
-        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # One try, half a minute; by default twenty.
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # one try of half a minute instead of twenty
     os.environ |= {f"RAY_TRAIN_ENABLE_{what}": "0" for what in _NOT_WANTED}
     try:
         import ray
@@ -114,16 +107,16 @@ def train_on_ray(settings: Settings, stop: Stop) -> int:
         ray.init(address=address, namespace=_NAMESPACE)
     except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
         raise EnvironmentRefused(
-            f"cluster.ray_address: {address}: no Ray cluster takes this machine in: start Ray on its head and here (ray"
-            f" start), and then the trainer; nothing is lost ({str(error).partition('. ')[0]})"
+            f"cluster.ray_address: {address}: no Ray cluster to join: start Ray on its head and here (ray"
+            f" start), then the trainer; nothing is lost ({str(error).partition('. ')[0]})"
         ) from None
     for number, handler in handlers.items():
-        signal.signal(number, handler)  # Ray's own ends this process with a dump of its stack.
+        signal.signal(number, handler)  # Ray's own handlers end this process with a stack dump
     on_gpu = trainer_on_gpu(settings)
     here = ray.get_runtime_context()
     try:
         require_token(here.gcs_address, insecure=settings.explorer.insecure)
-        on_this_node = NodeAffinitySchedulingStrategy(here.get_node_id(), soft=False)  # as Ray's own controller
+        on_this_node = NodeAffinitySchedulingStrategy(here.get_node_id(), soft=False)  # as Ray's controller
         board: Any = ray.remote(StopActor).options(num_cpus=0, scheduling_strategy=on_this_node).remote()
         trainer = DataParallelTrainer(
             work,
@@ -131,8 +124,8 @@ def train_on_ray(settings: Settings, stop: Stop) -> int:
             scaling_config=ScalingConfig(num_workers=settings.trainer_workers, use_gpu=on_gpu),
             run_config=RunConfig(name="trainer", storage_path=str(settings.job_dir / "ray")),
         )
-        # An actor that outlives this process, and asks every second for what only a dashboard knows. What it removes of
-        # a dead process, Ray removes with its job.
+        # The cleaner is an actor that outlives this process and polls for what only a dashboard knows. Ray removes a
+        # dead process's placement groups with its job.
         callbacks = trainer._create_default_callbacks()
         used = [each for each in callbacks if type(each).__name__ != "PlacementGroupCleanerCallback"]
         trainer._create_default_callbacks = lambda: used
@@ -152,13 +145,13 @@ def _watch(trainer: Any, board: Any, stop: Stop) -> int:
         except Exception as error:  # noqa: BLE001 - logged below
             failed.append(error)
 
-    # A thread of its own, which does not keep this process from ending: `fit` knows no end but its own.
+    # A daemon thread, since `fit` cannot be interrupted and must not block the exit.
     job, stopping, room = threading.Thread(target=fit, daemon=True), False, -1.0
     wanted, resource = trainer.scaling_config.num_workers, "GPU" if trainer.scaling_config.use_gpu else "CPU"
     job.start()
     try:
         while True:
-            is_over = not job.is_alive()  # Before it is asked why.
+            is_over = not job.is_alive()  # before the refusal is read
             if stop.is_set() and not stopping:
                 board.stop.remote()
                 stopping = True
@@ -180,23 +173,22 @@ def _watch(trainer: Any, board: Any, stop: Stop) -> int:
 
 
 def reason_of(error: Exception) -> str:
-    """What Ray says in many lines, in one: of each worker that failed the last line, and the node if Ray names it."""
-    said = []
+    """Ray's error in one line: the last line of each failed worker, and its node if named."""
+    reasons = []
     for rank, each in (getattr(error, "worker_failures", None) or {None: error}).items():
         node = re.search(r"node_ip='(.*?)'", text := str(each).strip() or repr(each))
         worker = "" if rank is None else f"worker {rank}{f' on {node[1]}' if node else ''}: "
-        said.append(worker + text.splitlines()[-1])
-    return "; ".join(said)
+        reasons.append(worker + text.splitlines()[-1])
+    return "; ".join(reasons)
 
 
 def work(given: dict[str, Any]) -> None:
-    """What a worker of Ray Train does."""
     import ray
 
     from tuneloop.trainer.workers.rank import take_part
 
     settings, board = given["settings"], given["board"]
-    os.chdir(given["folder"])  # The settings' paths may be relative.
+    os.chdir(given["folder"])  # paths in settings may be relative
     os.umask(umask_of(settings.trainer.checkpoint_mode))
     configure_logging()
     redact_crash_reports(settings.privacy)
@@ -212,9 +204,9 @@ def work(given: dict[str, Any]) -> None:
 
 @contextmanager
 def _rendezvous(*, is_local: bool) -> Iterator[None]:
-    """Let the environment say where the workers of a cluster find each other.
+    """Set the environment by which a cluster's workers find each other.
 
-    On one machine it is a file: a port would be open to everybody.
+    On one machine it is a file, since a port would be open to others.
     """
     import ray
     from ray.train.collective import broadcast_from_rank_zero
@@ -238,10 +230,10 @@ def _rendezvous(*, is_local: bool) -> Iterator[None]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address. torch takes that of the host's name, often the loopback one."""
+    """The network interface with an IPv4 address: torch's default, by host name, is often loopback."""
     with socket.socket() as asked:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # It has none.
+            with suppress(OSError):  # no address
                 answer = fcntl.ioctl(asked, _SIOCGIFADDR, name.encode().ljust(40, b"\0"))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name

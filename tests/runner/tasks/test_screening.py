@@ -4,8 +4,7 @@ import pytest
 
 from tests.doubles.judge import judge_place, shown, verdict
 from tuneloop.runner import Endpoint, Judge
-from tuneloop.runner.tasks.screening import learn_task_rubric, screen_tasks
-from tuneloop.runner.tasks.task_set import ImportedTask
+from tuneloop.runner.tasks.task_set import ImportedTask, learn_task_rubric, screen_tasks
 
 
 def task(name: str, question: str) -> ImportedTask:

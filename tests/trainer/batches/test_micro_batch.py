@@ -66,14 +66,14 @@ def test_an_update_that_has_no_room_is_made_again_in_smaller_pieces(settings, mo
 
 
 @pytest.mark.parametrize("kind", sorted(ALGORITHMS.keys() - {"distill"}))
-def test_a_rehearsal_makes_all_passes_and_changes_nothing(settings, monkeypatch, kind):
+def test_a_warm_up_makes_all_passes_and_changes_nothing(settings, monkeypatch, kind):
     grouped = {"group_by": "task"} if kind in {*OF_GROUPS, "dpo"} else {}
     chosen = settings(algorithm={"algorithm_type": kind, "mini_batches": 1}, buffer=grouped)
     made, rows = _full_after(monkeypatch, calls=math.inf, room=0), [sample(i, group_id=i // 2) for i in range(4)]
     expected, learner = (snapshot.load(chosen, None) for _ in range(2))
     with capture_logs() as logs:
-        MicroBatch(chosen).rehearse(learner)
-    assert [each["event"] for each in logs] == ["step_rehearsed"]
+        MicroBatch(chosen).warm_up(learner)
+    assert [each["event"] for each in logs] == ["step_warmed_up"]
     assert len(made) == 2
     assert (learner.steps, learner.spoilt, learner.baselines) == (0, False, {})
     assert all(each.grad is None for each in learner.actor.network.parameters())
@@ -87,24 +87,24 @@ def test_a_rehearsal_makes_all_passes_and_changes_nothing(settings, monkeypatch,
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_first_step_is_rehearsed_while_rows_are_awaited(settings, ledger, monkeypatch, shared):
+def test_the_first_step_is_warmed_up_while_rows_are_awaited(settings, ledger, monkeypatch, shared):
     """Beside an engine not before it runs."""
     monkeypatch.setattr(loop, "shares_gpu", lambda _: shared)
-    rehearsed = []
-    monkeypatch.setattr(MicroBatch, "rehearse", lambda self, learner: rehearsed.append(learner.steps))
+    warmed = []
+    monkeypatch.setattr(MicroBatch, "warm_up", lambda self, learner: warmed.append(learner.steps))
     chosen, stop = settings(trainer={"total_steps": 1, "compile": True}), Waited()
     with torch.compiler.set_stance("force_eager"), ThreadPoolExecutor(1) as threads:
         trainer = threads.submit(run, chosen, stop)
         try:
             eventually(lambda: trainer.done() or stop.has_waited)
-            assert rehearsed == ([] if shared else [0])
+            assert warmed == ([] if shared else [0])
             touch_committed(chosen.job_dir)
-            eventually(lambda: trainer.done() or rehearsed)
+            eventually(lambda: trainer.done() or warmed)
             commit(ledger, ROWS)
             trainer.result(60)
         finally:
             stop.set()
-    assert rehearsed == [0]
+    assert warmed == [0]
 
 
 @pytest.mark.parametrize("full", ["actor", "critic"])
@@ -124,7 +124,7 @@ def test_an_update_that_no_memory_is_left_for_is_refused_and_none_is_made_twice(
         return zeros_like(like, *more, **named)
 
     monkeypatch.setattr(torch, "zeros_like", bounded)
-    with pytest.raises(EnvironmentRefused, match="no room for AdamW's memory"):
+    with pytest.raises(EnvironmentRefused, match="no room for AdamW's state"):
         MicroBatch(chosen).step(learner, ROWS, version=None)
     assert learner.optimizers["actor"].updates == 1
     assert learner.optimizers["critic"].updates == (full == "critic")

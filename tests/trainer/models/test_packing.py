@@ -203,7 +203,7 @@ def _by_hand(query, key, value, ends, _, longest, _also, *, scale, window_size, 
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_gpu_s_kernel_is_asked_for_what_the_cpu_makes(monkeypatch, window, grouped):
-    monkeypatch.setattr(attention, "_KERNEL_IS_TOLD", grouped)
+    monkeypatch.setattr(attention, "_KERNEL_HAS_GQA", grouped)
     monkeypatch.setattr(attention.varlen, "varlen_attn", partial(_by_hand, is_told=grouped))
     query, key, value = (
         torch.randn(1, heads, 14, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)

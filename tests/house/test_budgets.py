@@ -8,8 +8,8 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 68_042
-TEST_LINES = 81_405
+SOURCE_LINES = 67_571
+TEST_LINES = 81_404
 OPTIONS = 172
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 121

@@ -140,7 +140,7 @@ class Recomputation:
             return
         self._mismatch = sum(total for total, _ in self._compared) / tokens
         if self._mismatch > self._capture.max_mismatch:
-            self._compared.clear()  # after the alarm is cleared, the window starts anew
+            self._compared.clear()  # after the alarm is cleared, the window restarts
             reason = (
                 f"recomputed log-probabilities diverge from those of engines by {self._mismatch:.3g} nats a"
                 " token: engines return all from now on; find out why the trainer's weights or numerics differ from the"

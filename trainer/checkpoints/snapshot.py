@@ -9,7 +9,7 @@
       state.json                               counters, and the algorithm's moments of rewards
 
 The reference is always the base model. The critic and the optimisers' files are written last, or not at all, and
-deleted from older versions; a resumption from such a version takes them from an older one, or starts them anew.
+deleted from older versions; a resumption from such a version takes them from an older one, or restarts them.
 
 Written data stays in memory until an fsync, and an fsync on a journaling file system waits for all earlier writes. At
 memory speed, a checkpoint would block the requests' fsyncs for seconds. So files are synced piece by piece, several at
@@ -262,7 +262,7 @@ def resume(
 ) -> Learner:
     """The learner with the weights of `folder`, and critic and optimisers of `state`, the same or an older version.
 
-    Without `state` these start anew, and if it `begins` with the weights, all else too. `network` is a loaded base
+    Without `state` these restart, and if it `begins` with the weights, all else too. `network` is a loaded base
     model for an adapter. Rank 0 makes the others load the same. The files must have been verified. Raises
     EnvironmentRefused for settings that do not fit.
     """

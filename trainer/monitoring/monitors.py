@@ -286,7 +286,7 @@ class Monitors:
             history = msgspec.json.decode(self._file.read_bytes(), type=History)
         except FileNotFoundError:
             pass
-        except (OSError, msgspec.MsgspecError) as error:  # the baseline starts anew
+        except (OSError, msgspec.MsgspecError) as error:  # the baseline restarts
             _log.warning("drift_not_read", path=str(self._file), reason=str(error))
         self._history = drift.until(history, learner.steps)
         if self._held_out is not None:

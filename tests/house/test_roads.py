@@ -122,17 +122,17 @@ def msg_id_of(stream: str) -> str:
 
 def second_step(settings: Settings, tracer: Tracer, patch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What a trainer enters for a batch, until it is trained on: not what it enters to get up."""
-    turn = TrainingLoop._turn
+    iterate = TrainingLoop._iterate
 
-    def turn_traced(loop: TrainingLoop) -> None:
+    def iterate_traced(loop: TrainingLoop) -> None:
         if loop._now.learner.steps == 1:
             tracer.take()
-        turn(loop)
+        iterate(loop)
         if loop._now.learner.steps == 2:
             found.extend(tracer.take())
 
     found: list[tuple[str, str]] = []
-    patch.setattr(TrainingLoop, "_turn", turn_traced)
+    patch.setattr(TrainingLoop, "_iterate", iterate_traced)
     run(settings, Event())
     return found
 

@@ -1,4 +1,4 @@
-"""Empty databases of either kind, as often as a measurement asks for one, and how large they grow."""
+"""Makes empty databases of either kind, and measures how large they grow."""
 
 import itertools
 import os
@@ -23,11 +23,11 @@ class Databases(Protocol):
     name: str
 
     def fresh(self) -> AbstractContextManager[str]:
-        """The URL of a new and empty database, which is gone afterwards."""
+        """The URL of a new, empty database, removed afterwards."""
         ...
 
     def grown(self, url: str) -> int:
-        """The bytes that the database takes on disk, indexes included."""
+        """Bytes of the database on disk, with indexes."""
         ...
 
 
@@ -42,14 +42,14 @@ class SqliteFiles:
 
     @contextmanager
     def fresh(self) -> Iterator[str]:
-        """The URL of a file that is not there yet."""
+        """The URL of a new file."""
         path = self._folder / f"{next(self._numbers)}.db"
         yield f"sqlite:///{path}"
         for file in self._folder.glob(f"{path.name}*"):
             file.unlink()
 
     def grown(self, url: str) -> int:
-        """The size of the file, with what still lay in the log beside it."""
+        """The size of the file and its log."""
         with connect(url) as connection:
             connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
         return Path(str(make_url(url).database)).stat().st_size
@@ -76,7 +76,7 @@ class PostgresDatabases:
             self._run(f"DROP DATABASE {database} WITH (FORCE)")
 
     def grown(self, url: str) -> int:
-        """What all tables take, with their indexes and what is stored out of line."""
+        """Bytes of all tables, with indexes and out-of-line storage."""
         with connect(url) as connection:
             return int(connection.execute(text(_GROWN)).scalar_one())
 
@@ -86,7 +86,7 @@ class PostgresDatabases:
 
 
 def payload(url: str, tables: tuple[str, ...]) -> int:
-    """The bytes of all values in the tables: text and bytes as long as they are, numbers as wide as their columns."""
+    """Bytes of all values: text and bytes by length, numbers by their columns' width."""
     metadata = MetaData()
     with connect(url) as connection:
         metadata.reflect(connection, only=tables)

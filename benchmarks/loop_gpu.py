@@ -67,7 +67,7 @@ _STATES = sqlalchemy.text("SELECT state, count(*) FROM experiences GROUP BY stat
 
 
 class Timeline(NamedTuple):
-    """A version's moments, in seconds since 1970; None where nobody told."""
+    """A version's moments, in seconds since 1970; None if unknown."""
 
     version: int
     step: int
@@ -75,7 +75,7 @@ class Timeline(NamedTuple):
     moments: dict[str, float | None]
 
     def stages(self) -> dict[str, float]:
-        """Seconds of each stage whose two ends are known."""
+        """Seconds of each stage with two known ends."""
         found, before = {}, self.moments["commit"]
         for stage in _STAGES[:-1]:
             at = self.moments[stage]
@@ -90,7 +90,7 @@ class Timeline(NamedTuple):
 
 @dataclass
 class Traffic:
-    """What clients saw."""
+    """The clients' results."""
 
     tokens: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -98,7 +98,6 @@ class Traffic:
 
     @property
     def replies(self) -> int:
-        """How many there were."""
         return len(self.seconds)
 
 
@@ -236,7 +235,7 @@ def _report(settings: Settings, log: Path, traffic: Traffic, clock: Clock, *, la
 
 
 def timelines(settings: Settings, log: Path) -> list[Timeline]:
-    """Of all versions that were registered."""
+    """Of all registered versions."""
     told: dict[str, dict[int, tuple[float, float]]] = defaultdict(dict)
     for event in log_events(log):
         number = event.get("step" if event.get("event") == "step" else "version")

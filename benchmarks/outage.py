@@ -30,7 +30,7 @@ _DRAINED_S = 600.0
 
 
 class Traffic:
-    """Clients that ask at a rate whatever happens, and note what was acknowledged, and after how many seconds."""
+    """Clients that ask at a fixed rate, and note acknowledgements with their delays."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
         self._http = http
@@ -79,7 +79,7 @@ async def _measure(explorer: Service, server: postgres.PostgresServer, minutes: 
 
 
 def main() -> int:
-    """Measure, and print what came of it as JSON."""
+    """Measure, and print the result as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.outage", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--per-s", type=float, default=200.0, help="replies a second")

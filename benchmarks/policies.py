@@ -203,7 +203,7 @@ async def _rate(port: int, names: Sequence[str], at_once: int, options: argparse
 def _first_replies(
     ledger: Ledger, names: Sequence[str], versions: Sequence[int], options: argparse.Namespace, clock: Clock
 ) -> int:
-    """How long the first reply of a policy takes whose adapter is not loaded."""
+    """Seconds of the first reply of a policy whose adapter is not loaded."""
     began = time.monotonic()
     parents = itertools.cycle(versions)
     more = [f"more{number}" for number in range(options.registered - len(names))]

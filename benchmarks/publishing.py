@@ -127,7 +127,7 @@ def dirty_bytes() -> int:
 
 
 async def watch(job: Path, found: Findings, over: asyncio.Event) -> None:
-    """Note when checkpoints are written, and how much lies on the disk."""
+    """Note when checkpoints are written, and how much is on the disk."""
     since, sized = None, 0.0
     while not over.is_set():
         now = time.monotonic()
@@ -149,7 +149,7 @@ async def watch(job: Path, found: Findings, over: asyncio.Event) -> None:
 
 
 async def lane(http: httpx.AsyncClient, number: int, found: Findings, over: asyncio.Event) -> None:
-    """Ask for a stream, give feedback on it, commit now and then."""
+    """Ask for a stream, give feedback on it, commit at intervals."""
     body = {
         "model": "shop",
         "messages": [{"role": "user", "content": f"tell me about {number}"}],

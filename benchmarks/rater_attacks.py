@@ -122,7 +122,7 @@ def _wrong_share(right: float) -> float:
 
 
 def _train(ledger: Ledger, epoch: int, policy: BatchRules, truth: dict[str, bool]) -> list[float]:
-    """For each row of the batches that are there, whether its reward is on the wrong side."""
+    """For each row of the waiting batches, whether its reward is on the wrong side."""
     found = []
     while batch := ledger.training.lease(epoch, BATCH, policy):
         found += [_side(row, truth[row.msg_id]) for row in batch]

@@ -48,7 +48,7 @@ _NORM = "model.norm.weight"
 
 @dataclass
 class Subject:
-    """A system, and what was seen of it: `spans` are when each reload began and ended."""
+    """A system and its readings; `spans` are the begins and ends of reloads."""
 
     name: str
     system: "System"
@@ -57,7 +57,7 @@ class Subject:
 
 
 class System(Protocol):
-    """Something that answers chats and can be given other weights."""
+    """Answers chats and can load other weights."""
 
     def client(self) -> httpx.AsyncClient:
         """A client of it."""
@@ -90,7 +90,7 @@ class Bare:
 
 
 class Ours:
-    """The explorer, whose versions are registered by hand."""
+    """The explorer, with versions registered by hand."""
 
     def __init__(self, service: Service, ledger: Ledger, weights: list[Path], probes: list[Probe]) -> None:
         self._service, self._ledger = service, ledger

@@ -15,7 +15,7 @@ _DONE = b"data: [DONE]"
 
 @dataclass
 class Seen:
-    """What the clients of one system saw; `gaps` are (when it ended, seconds) between two pieces of one stream."""
+    """One system's readings by its clients; `gaps` are (end, seconds) between two pieces of a stream."""
 
     requests: int = 0
     failed: int = 0
@@ -30,7 +30,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Lanes:
-    """How many of either kind go on side by side, and how long a reply is."""
+    """How many of either kind run at once, and how long a reply is."""
 
     streams: int
     wholes: int

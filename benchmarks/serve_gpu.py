@@ -66,7 +66,7 @@ _ROOM_S = 15.0
 
 
 class Cell(NamedTuple):
-    """What is asked for in one turn."""
+    """One turn's requests."""
 
     kind: str
     at_once: int
@@ -74,7 +74,7 @@ class Cell(NamedTuple):
 
 @dataclass(kw_only=True)
 class Subject:
-    """What answers: on which port, whose processes; `seen` are tokens a second in each round, `cores` what it took."""
+    """A system: its port and processes; `seen` are tokens per second in each round, `cores` its CPU use."""
 
     name: str
     port: int
@@ -136,7 +136,7 @@ def _tools(folder: Path, prebuilt: Path | None) -> Path:
 
 
 class RunningEngine(NamedTuple):
-    """An engine that was started, and may not be up yet."""
+    """A started engine, perhaps not ready yet."""
 
     port: int
     pid: int
@@ -186,7 +186,7 @@ def _start(
     *,
     engines: Sequence[RunningEngine],
 ) -> Iterator[Subject]:
-    """Everything that is to be measured and comes up; what does not is reported, and left out."""
+    """Start all systems; those that fail are reported and skipped."""
     names = options.subjects.split(",")
     waiting = []
     for number, mode in enumerate(each for each in names if each in _MODES):
@@ -246,7 +246,7 @@ def _round(
 
 
 def _turn(subject: Subject, cell: Cell, tools: Path, options: argparse.Namespace, clock: Clock) -> None:
-    """Ask one subject, and note how fast it was."""
+    """Load one subject, and note its speed."""
     body = subject.body(tools, options.tokens, stream=cell.kind == "stream")
     count = options.waves * cell.at_once
     before = cpu_s(subject.pids)
@@ -323,7 +323,7 @@ def _tell_recorded(subject: Subject, clock: Clock) -> None:
 
 
 def _ceiling(tools: Path, at_once: int) -> str:
-    """What the load could count of replies that cost nothing, in tokens a second."""
+    """Tokens per second that the load counts if replies cost nothing."""
     port, found = _PORT + 20, []
     try:
         with running([tools / "replay", tools, str(port), "0", "2"], tools / "replay.log"):

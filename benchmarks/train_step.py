@@ -257,7 +257,7 @@ def _steps(settings: Settings, rows: Sequence[Sample], count: int) -> tuple[floa
 
 
 def _forget(device: torch.device) -> None:
-    """Give memory back: what is free decides how many tokens go through the next model at once."""
+    """Free memory, which decides the tokens per pass of the next model."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -182,7 +182,7 @@ class TrainingLoop:
     def _is_complete(self) -> bool:
         """Whether all active policies have made their steps, and all steps are in versions."""
         now = self._now
-        if not now.steps.are_complete(now.learner) and (now.steps.count or now.policy.state is PolicyState.ACTIVE):
+        if now.steps.count or (now.policy.state is PolicyState.ACTIVE and not now.steps.are_all_made(now.learner)):
             return False
         active = [each.policy for each in self._ledger.training.waiting(0) if each.policy.state is PolicyState.ACTIVE]
         return bool(active) and not any(map(self._policies.has_steps_left, active))
@@ -320,7 +320,8 @@ class TrainingLoop:
 
     def _publish(self) -> None:
         """Publish all steps, or start to if that runs behind the next ones."""
-        self._now.begin_publication()
+        now = self._now
+        now.steps.begin(now.learner, now.curves)
         self._end_publication()
         self._now.note_published()
 

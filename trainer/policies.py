@@ -1,9 +1,7 @@
-"""Policies in training: whose turn it is, what each is trained with, and those that are in memory.
+"""Trains policies: their order, their settings and state, leased rows, unpublished steps, and the policies in memory.
 
-Rows are leased and on their way into a batch; steps of such batches are in no registered version yet.
-
-Policies share the base model, the publisher and the GPU. One of them trains at a time; what the others have learnt lies
-in main memory meanwhile, and goes back to the GPU in the same tensors, so that compiled code and optimizers go on.
+Policies share the base model, the publisher and the GPU, and train one at a time. The others' tensors wait in main
+memory and return to the GPU as the same objects, so that compiled code and optimizers stay valid.
 """
 
 import time
@@ -54,8 +52,8 @@ from tuneloop.trainer.checkpoints.resumption import find_state, require_weights
 from tuneloop.trainer.evaluation.evaluation import GateEvaluation
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.micro_batch import MicroBatch
+from tuneloop.trainer.models.model import room_for_weights
 from tuneloop.trainer.models.offloading import MovedTensors
-from tuneloop.trainer.models.room import room_for_weights
 from tuneloop.trainer.monitoring.monitors import FiniteSteps, Monitors, PaceLog, Rejections, StepSpans
 from tuneloop.trainer.parallel import Ranks
 from tuneloop.trainer.stop import Stop
@@ -65,14 +63,13 @@ _log = structlog.get_logger()
 
 
 class PolicyTurns:
-    """A turn is a version; in a round each policy that has a batch has one, the longest waiting row first."""
+    """Orders policies by versions: in a round, each with a batch makes one, the longest waiting row first."""
 
     def __init__(self) -> None:
-        #: Those that have had one in the round, the last of them last.
-        self._had: list[int] = []
+        self._had: list[int] = []  # policies that made a version in this round, the last one last
 
     def order(self, ready: Collection[WaitingRows]) -> list[int]:
-        """The policies by their numbers, whose turn it is first; a new round begins with any but the last of this."""
+        """Policy numbers by precedence; a new round does not start with the last policy."""
 
         def place(each: WaitingRows) -> tuple[bool, bool, float, int]:
             number = each.policy.id
@@ -81,12 +78,11 @@ class PolicyTurns:
         return [each.policy.id for each in sorted(ready, key=place)]
 
     def note(self, policy: int) -> None:
-        """A version of the policy was made."""
         self._had = [policy] if policy in self._had else [*self._had, policy]
 
 
 class UnpublishedSteps:
-    """Made after the registered version `parent`. The first of them may be in the version that is being published."""
+    """Steps after the registered version `parent`. The first ones may be in the version being published."""
 
     def __init__(
         self,
@@ -108,44 +104,36 @@ class UnpublishedSteps:
 
     @property
     def exact_version(self) -> int | None:
-        """The version that the learner is; None if it has made a step since."""
+        """The learner's version; None after a further step."""
         return None if self.count else self.parent
 
     def restart(self, parent: int) -> None:
-        """The learner has become the version `parent`."""
+        """The learner was loaded as version `parent`."""
         self.parent, self.count, self._found_no_room = parent, 0, False
         self._ids.clear()
         self._spans.forget()
 
     def add(self, batch: Sequence[Sample], learnt: Metrics) -> None:
-        """A step was made of the batch."""
         self._ids += [sample.id for sample in batch]
         self.count += 1
         self._pace.add_step(learnt["time/train_step"])
 
     def are_all_made(self, learner: Learner) -> bool:
-        """Whether no step is to follow."""
         total = self._settings.trainer.total_steps
         return total is not None and learner.steps >= total
 
-    def are_complete(self, learner: Learner) -> bool:
-        """Whether no step is to follow, and all are in a version."""
-        return self.are_all_made(learner) and not self.count
-
     def are_due(self, learner: Learner) -> bool:
-        """Whether they are to become a version now: none while another is being published."""
-        return self._publisher.steps_begun == 0 and self._are_enough(self.count, learner)
-
-    def _are_enough(self, steps: int, learner: Learner) -> bool:
-        return steps > 0 and (steps >= self._settings.trainer.save_interval or self.are_all_made(learner))
+        """Whether to publish now; never during another publication."""
+        is_enough = self.count >= self._settings.trainer.save_interval or self.are_all_made(learner)
+        return self._publisher.steps_begun == 0 and self.count > 0 and is_enough
 
     @property
     def wait_for_room(self) -> bool:
-        """Whether the last try to publish them found no room on the disk, and the next is under way: none is made."""
+        """Whether the last publication found the disk full and the next one is running: no step is made meanwhile."""
         return self._found_no_room and self._publisher.steps_begun > 0
 
     def begin(self, learner: Learner, curves: CurveWriter) -> None:
-        """Begin to publish all of them."""
+        """Start to publish all steps."""
         self._publisher.states.report(curves)
         self._publisher.begin(
             learner,
@@ -157,7 +145,7 @@ class UnpublishedSteps:
         )
 
     def end(self, learner: Learner, curves: CurveWriter) -> bool:
-        """Whether a version was registered; there may have been no room for it. Raises what Publisher.end does."""
+        """Whether a version was registered; the disk may have been full. Raises Publisher.end's errors."""
         ended = self._publisher.end(learner)
         self._found_no_room = ended.version is None
         if ended.version is None:
@@ -171,7 +159,7 @@ class UnpublishedSteps:
         return True
 
     def wait_for_publication(self, learner: Learner, curves: CurveWriter) -> None:
-        """Wait until none is being published, nor the state of one written. The ledger knows what came of it."""
+        """Wait for the publication and the state under way; the ledger has the result."""
         self._publisher.wait()
         if self._publisher.is_over:
             with suppress(LedgerUnavailable, LeaseLost, ParentEnded):
@@ -180,20 +168,18 @@ class UnpublishedSteps:
 
 
 class LeasedRows:
-    """Those of a policy in one epoch. What cannot be trained on is dropped with its reason, others take its place."""
+    """A policy's leased rows in one epoch. Unusable rows are dropped with their reason, and replaced."""
 
     def __init__(
         self, settings: Settings, ledger: Ledger, recomputation: Recomputation, *, epoch: int, policy: int = 0
     ) -> None:
         self._settings, self._training, self._epoch, self._files = settings, ledger.training, epoch, ledger.file_rows
         self._rules, self._recomputation = BatchRules.of(settings, policy), recomputation
-        #: What was leased before the learner was there.
-        self.ahead: list[Sample] = []
-        #: Leased, and in no batch yet.
-        self.held: list[Sample] = []
+        self.ahead: list[Sample] = []  # rows leased before the learner was loaded
+        self.held: list[Sample] = []  # rows in no batch yet
 
     def next_batch(self, learner: Learner, *, version: int | None) -> list[Sample] | None:
-        """A full batch of trainable rows, or what a batch timeout makes one. `version`: the learner is it."""
+        """A full batch of trainable rows, or a partial one after the batch timeout. `version` is the learner's."""
         size, timeout = self._settings.buffer.train_batch_size, self._settings.buffer.batch_timeout
         if len(self.held) < size:
             held = [sample.id for sample in self.held]
@@ -213,32 +199,29 @@ class LeasedRows:
         return batch
 
     def drop(self, samples: Sequence[Sample], reason: str, *, step: int) -> None:
-        """Take them out of training for good, after so many steps."""
+        """Exclude rows from training for good."""
         self._training.drop(self._epoch, [sample.id for sample in samples], reason)
         _log.warning("experiences_dropped", count=len(samples), reason=reason, step=step)
 
     def take_back(self, samples: list[Sample], *, step: int) -> None:
-        """Hold what is left of a batch of which some were dropped, but for groups in which nothing is compared now."""
+        """Keep the rest of a batch of which some were dropped, without groups that have nothing to compare."""
         rules, algorithm = self._rules, self._settings.algorithm
         self.held, refused = comparable(samples, algorithm, group_by=rules.group_by, least_runs=rules.least_runs)
         for reason, others in refused.items():
             self.drop(others, reason, step=step)
 
     def release(self) -> None:
-        """Give back all that the epoch holds."""
+        """Return all leases of the epoch."""
         self._training.release(self._epoch)
         self.held, self.ahead = [], []
 
 
-#: The run of the curves, of other policies with their name.
-RUN = "trainer"
-
-#: What is got at once of pinned memory for an adapter with its optimizer.
-_CHUNK = 1 << 26
+RUN = "trainer"  # the run of the curves; other policies append their name
+_CHUNK = 1 << 26  # size of pinned memory allocated at once for an adapter with its optimizer
 
 
 class SharedParts(NamedTuple):
-    """What all policies are trained with, under one epoch."""
+    """What all policies share under one epoch."""
 
     settings: Settings
     ledger: Ledger
@@ -251,16 +234,15 @@ class SharedParts(NamedTuple):
 
 
 class PolicyTraining:
-    """Of a policy that is in memory. `resume` makes its learner before anything else is asked of it."""
+    """A policy in memory. Call `resume` first: it makes the learner."""
 
     learner: Learner
     curves: CurveWriter
 
     def __init__(self, policy: Policy, settings: Settings, parts: SharedParts, job: Job | None = None) -> None:
-        """`job` is what has its rows taken from a file. Raises EnvironmentRefused for settings that cannot be used."""
+        """`job` takes the rows from a file. Raises EnvironmentRefused for unusable settings."""
         self.policy, self.settings, self._parts, self.job = policy, settings, parts, job
-        #: What the last step said.
-        self.learnt: Metrics = {}
+        self.learnt: Metrics = {}  # metrics of the last step
         number, epoch = policy.id, parts.epoch
         self.ledger = ledger = parts.ledger.of_policy(number)
         self.monitors = Monitors(settings, ledger, number)
@@ -283,7 +265,7 @@ class PolicyTraining:
         self._away: MovedTensors | None = None
 
     def resume(self, newest: Version, state: Path | None, network: PreTrainedModel | None = None) -> None:
-        """Become the newest registered version, with the `state` that was found for it; `network` is the base model."""
+        """Load the newest registered version with its `state`; `network` is the base model."""
         with room_for_weights():
             self.learner = snapshot.resume(
                 self.settings,
@@ -301,7 +283,7 @@ class PolicyTraining:
             self.learner.teacher = self.teacher.teacher
             self.learner.micro_batch_tokens = self.micro_batch.tokens
             self._parts.publisher.prepare(self.learner)
-            snapshot.probe(self.learner, self.settings)  # What would refuse a publication does so before the work.
+            snapshot.probe(self.learner, self.settings)  # fails now instead of at the first publication
         self.steps.restart(newest.version)
         run = "-".join(filter(None, (RUN, self.policy.tenant, self.policy.name))) if self.policy.id else RUN
         self.curves = open_curves(self._parts.settings, run, after=self.learner.steps)
@@ -316,7 +298,7 @@ class PolicyTraining:
         _log.info("trainer_ready", version=version, step=step, epoch=self._parts.epoch, **named)
 
     def _find_start(self, newest: Version) -> Path | None:
-        """The weights that its training holds on to: the newest that came into its line; None: the base."""
+        """The weights of the KL penalty: the newest that the policy started from; None: the base model's."""
         line = [each for each in self.ledger.versions.now().versions if each.version <= newest.version]
         came = [each for each in line if not each.consumed and each.state in SERVABLE]
         if not came or came[-1].is_base or not self.settings.model.lora.rank:
@@ -328,31 +310,31 @@ class PolicyTraining:
                 return start.path / ACTOR
             except (CheckpointRejected, OSError) as error:
                 why = f"the weights of version {start.version} cannot be read: {error}"
-        _log.warning("kl_to_base", sentence=f"the divergence counts from the base model: {why}")
+        _log.warning("kl_to_base", sentence=f"the divergence is measured from the base model: {why}")
         return None
 
     def leave(self) -> None:
-        """Let another policy train; of this one no step is unpublished."""
+        """Release the GPU for another policy; no step may be unpublished."""
         if tensors := [each for each in self.learner.tensors() if each.is_cuda]:
             self._away = MovedTensors(tensors, self._room.empty())
 
     def come_back(self) -> None:
-        """Train again. Raises EnvironmentRefused if the GPU has no room for it."""
+        """Return to the GPU. Raises EnvironmentRefused without memory."""
         if self._away is not None:
             try:
                 self._away.put_back()
             except torch.OutOfMemoryError:
-                with room_for_weights():  # It collects garbage, which takes a second.
+                with room_for_weights():  # collects garbage, which takes a second
                     self._away.put_back()
         self._away, self._waiting_since = None, time.perf_counter()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether nothing more is to be learnt, until a person has acted."""
+        """Whether training has stopped until a person acts."""
         return self.rejections.are_too_many or self.finite.too_few
 
     def learn(self, batch: list[Sample]) -> bool:
-        """Whether a step was made of the batch; if not, its rows are dropped, or wait for the teacher."""
+        """Whether the batch made a step; otherwise its rows are dropped, or wait for the teacher."""
         waited, started = time.perf_counter() - self._waiting_since, time.time_ns()
         drop, self.is_cold = partial(self.rows.drop, step=self.learner.steps), False
         try:
@@ -375,63 +357,57 @@ class PolicyTraining:
         size = buffer.group_size if buffer.group_by == "task" else 0
         learnt |= of_samples(batch, version=self.steps.parent, group_size=size) | {"time/batch_wait": waited}
         learnt |= self.recomputation.take_figures()
-        if self.job is None:  # A job is to move away from what was before.
+        if self.job is None:  # a job's drift is intended
             learnt |= self.monitors.after_step(self.learner, learnt, version=self.steps.parent, replies=batch)
         self.learnt = learnt
         self._waiting_since = time.perf_counter()
         self.curves.add(self.learner.steps, learnt)
         step, version = self.learner.steps, self.steps.parent
         if learnt.get("critic/advantages/zero") == 1:
-            reason = "every advantage of the batch is 0, or its token masked"
+            reason = "all advantages of the batch are 0 or masked"
             _log.warning("nothing_to_learn", step=step, reason=reason)
         seconds = round(learnt["time/train_step"], 3)
         _log.info("step", step=step, version=version, reward=learnt["critic/rewards/mean"], seconds=seconds)
         self._parts.spans.send_step(step, batch, started=started)
         return True
 
-    def begin_publication(self) -> None:
-        """Publish all steps; where that is done behind the next ones, begin to."""
-        self.steps.begin(self.learner, self.curves)
-
     def note_published(self) -> None:
-        """The seconds until the next batch count from now."""
+        """Restart the measurement of the wait for a batch."""
         self._waiting_since = time.perf_counter()
 
 
 class PoliciesInMemory:
-    """Those that trained last; the one that trains is the last of them.
+    """The policies that trained last; the current one is the last.
 
-    Of another, all that it has learnt is in its newest version, from which it goes on when its turn comes. A policy
-    that cannot be trained is paused with an alarm, and the default policy trains.
+    Others resume from their newest version, which has all that they learnt. A policy that cannot be trained is paused
+    with an alarm, and the default policy trains.
     """
 
     def __init__(self, parts: SharedParts) -> None:
         self._parts, self._settings, self._ledger = parts, parts.settings, parts.ledger
-        #: The base model below adapters, which policies share; None where all weights are trained.
+        #: The shared base model below adapters; None if all weights are trained.
         self._base: PreTrainedModel | None = None
-        #: Policies in memory by their numbers, the one that trained last behind the others.
-        self._in_memory: dict[int, PolicyTraining] = {}
-        #: What each policy's settings are made of, and they.
-        self._chosen: dict[int, tuple[Policy, Settings]] = {}
+        self._in_memory: dict[int, PolicyTraining] = {}  # policies in memory by number, the last trained one last
+        self._chosen: dict[int, tuple[Policy, Settings]] = {}  # policies with their settings
         self.enter(self._ledger.policies.get(DEFAULT))
 
     @property
     def now(self) -> PolicyTraining:
-        """The one that trains."""
+        """The current policy."""
         return next(reversed(self._in_memory.values()))
 
     def all(self) -> list[PolicyTraining]:
-        """Those in memory, the one that trains last."""
+        """The policies in memory, the current one last."""
         return list(self._in_memory.values())
 
     @property
     def largest_batch(self) -> int:
-        """The rows of the largest batch of a policy, as far as their settings are known."""
+        """Rows of the largest batch of known policies."""
         sizes = [own.buffer.train_batch_size for _, own in self._chosen.values()]
         return max(self._settings.buffer.train_batch_size, *sizes, 0)
 
     def settings_of(self, policy: Policy) -> Settings | None:
-        """A policy's settings; None if they are refused, and then it is paused."""
+        """A policy's settings; None if they are refused, which pauses it."""
         if policy.id == DEFAULT:
             return self._settings
         known = self._chosen.get(policy.id)
@@ -444,7 +420,6 @@ class PoliciesInMemory:
         return known[1]
 
     def has_steps_left(self, policy: Policy) -> bool:
-        """Whether its settings let a policy make another step."""
         chosen, there = self.settings_of(policy), self._in_memory.get(policy.id)
         if chosen is None:
             return False
@@ -455,13 +430,12 @@ class PoliciesInMemory:
         )
 
     def may_learn(self, policy: Policy) -> bool:
-        """Whether a policy is to make another step now."""
         there = self._in_memory.get(policy.id)
         is_stopped = there is not None and there.is_stopped
         return policy.state is PolicyState.ACTIVE and not is_stopped and self.has_steps_left(policy)
 
     def enter(self, policy: Policy) -> bool:
-        """Train a policy from now on, from its newest version; if it cannot be trained, the default policy."""
+        """Switch to a policy at its newest version, or to the default policy if it cannot be trained."""
         there = self._in_memory.get(policy.id)
         if there is not None and there.policy.settings != policy.settings and self._is_on_disk(there):
             there = None
@@ -471,7 +445,7 @@ class PoliciesInMemory:
             else:
                 there.come_back()
         except (PolicyRefused, SettingsError, EnvironmentRefused) as error:
-            self._leave_out(policy, error)
+            self._pause_and_leave(policy, error)
             return False
         except LedgerError:
             if self._in_memory:
@@ -485,7 +459,7 @@ class PoliciesInMemory:
         return True
 
     def forget(self, there: PolicyTraining) -> None:
-        """Give up what a policy that was deleted has learnt since its newest version, and free its memory."""
+        """Drop a deleted policy with its unpublished steps."""
         _log.info("policy_forgotten", policy=there.policy.name, steps=there.steps.count)
         is_now = there is self.now
         if is_now:
@@ -498,19 +472,19 @@ class PoliciesInMemory:
             self.enter(self._ledger.policies.get(DEFAULT))
 
     def renew(self, newest: Version) -> None:
-        """Let the policy that trains go on from its newest registered version."""
+        """Reload the current policy from its newest registered version."""
         now = self.now
         try:
             state = _state_of(newest, now.ledger, self._parts.store)
             self._parts.publisher.states.settle(now.curves, policy=now.policy.id)
             now.curves.close()
-            del now.learner  # A GPU has no room for two.
+            del now.learner  # a GPU has no room for two
             now.resume(newest, state, self._base)
         except EnvironmentRefused as error:
-            self._leave_out(now.policy, error)
+            self._pause_and_leave(now.policy, error)
 
     def _is_on_disk(self, there: PolicyTraining) -> bool:
-        """Whether all that a policy has learnt is in its newest version, so that it need not be in memory."""
+        """Whether a policy's newest version has all that it learnt, so that it may leave memory."""
         written = self._parts.publisher.states.finish(there.learner, there.steps.parent, there.curves)
         if written:
             there.curves.close()
@@ -534,8 +508,8 @@ class PoliciesInMemory:
             self._base = opened.learner.actor.base()
         return opened
 
-    def _leave_out(self, policy: Policy, error: TuneloopError) -> None:
-        """Pause a policy that cannot be trained, and train the default policy."""
+    def _pause_and_leave(self, policy: Policy, error: TuneloopError) -> None:
+        """Pause a policy that cannot be trained, and switch to the default policy."""
         if policy.id == DEFAULT:
             raise error
         self._refuse(policy, error)
@@ -543,9 +517,9 @@ class PoliciesInMemory:
         self.enter(self._ledger.policies.get(DEFAULT))
 
     def _refuse(self, policy: Policy, error: TuneloopError) -> None:
-        """Pause a policy that cannot be trained as it is; the others go on."""
+        """Pause a policy that cannot be trained."""
         if policy.state is PolicyState.ACTIVE:
-            reason = f"the policy {policy.name} is paused, for it cannot be trained: {error}"
+            reason = f"the policy {policy.name} is paused because it cannot be trained: {error}"
             if (job := self._ledger.file_rows.of_policy(policy.id)) is not None:
                 self._ledger.file_rows.fail(self._parts.epoch, job, str(error), code="policy_refused")
                 _log.error("job_failed", job=job.id, reason=str(error))
@@ -556,7 +530,7 @@ class PoliciesInMemory:
 
 
 def _state_of(newest: Version, ledger: Ledger, store: CheckpointStore) -> Path | None:
-    """What a version is resumed with, whose weights are what they should be."""
+    """The folder to resume a version from, after verifying its weights."""
     if newest.is_base:
         return None
     require_weights(newest, store)

@@ -1,1 +1,1 @@
-"""What keys cost."""
+"""The cost of keys."""

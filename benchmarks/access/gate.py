@@ -1,4 +1,4 @@
-"""What the gate costs a request: `python -m benchmarks.access.gate`."""
+"""Measures the cost of authentication per request: `python -m benchmarks.access.gate`."""
 
 import statistics
 import time
@@ -29,7 +29,7 @@ def _bearer(secret: str) -> tuple[bytes, bytes]:
 
 
 def _microseconds(gate: Gatekeeper, make: Any) -> float:
-    """The median over rounds of what one request takes; making its scope is not counted."""
+    """The median over rounds of one request's time, without making its scope."""
     found = []
     for _ in range(_ROUNDS):
         scopes = [make() for _ in range(_CALLS)]
@@ -41,7 +41,7 @@ def _microseconds(gate: Gatekeeper, make: Any) -> float:
 
 
 def main() -> None:
-    """Print a line for each way to come in."""
+    """Print a line per way to authenticate."""
     settings = Settings.model_validate({"model": {"model_path": "some/model"}})
     tokens = TokenSigner(b"k" * 32)
     closed, opened = Gatekeeper(settings, tokens), Gatekeeper(settings, tokens)

@@ -59,7 +59,7 @@ def main() -> int:
 
 
 class RunFailed(Exception):
-    """A run of another process ended badly; the message is the end of what it said."""
+    """A run in another process failed; the message is the end of its output."""
 
 
 def summary(line: Mapping[str, Any]) -> str:
@@ -124,7 +124,7 @@ def _run(wanted: Wanted, out: Path, trl: Path | None) -> dict[str, Any]:
         teacher(out, wanted.task, wanted.seed)
     if wanted.place == "loop":
         return _loop(wanted, out)
-    # Torch takes seconds.
+    # importing torch takes seconds
     from benchmarks.learning import ours
 
     task, base = TASKS[wanted.task], start(out, wanted.task, wanted.seed)

@@ -49,12 +49,12 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """What its folder is called."""
+        """The folder's name."""
         return "-".join(filter(None, (self.example, self.reward, self.marks, str(self.seed))))
 
 
 class Results:
-    """The lines of all trials that have ended, in one file that is whole at any time."""
+    """The lines of all finished trials, in one file that is always complete."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._lock = file, threading.Lock()
@@ -102,7 +102,7 @@ def _keep(trial: Trial, options: argparse.Namespace, results: Results) -> bool:
 
 
 def _run(trial: Trial, options: argparse.Namespace, folder: Path) -> tuple[int, str]:
-    """Its exit code, and what it said; stopped after the time limit, with all of its processes."""
+    """The exit code and the output; after the time limit, all processes are stopped."""
     command = [sys.executable, "-m", f"examples.{trial.example}.main", "--seed", trial.seed, "--reward", trial.reward]
     command += ["--dir", folder, "--start", options.work / "start", *(["--gpu"] if options.gpu else [])]
     for name in ("steps", "batch", "group", "rate", "evaluate_every", "held_out", "gpu_share", "model"):
@@ -131,7 +131,7 @@ def _run(trial: Trial, options: argparse.Namespace, folder: Path) -> tuple[int, 
 
 
 def line_of(trial: Trial, folder: Path) -> dict[str, Any]:
-    """What came of a trial: its summary, or as far as it came what its journal says; empty if there is nothing."""
+    """A trial's summary, or what its journal has so far; empty without any."""
     line: dict[str, Any] = {"example": trial.example, "seed": trial.seed, "reward": trial.reward, "marks": trial.marks}
     summary = folder / "summary.json"
     if summary.exists():
@@ -200,7 +200,7 @@ def _kinds(lines: Sequence[Line]) -> dict[tuple[str, str, str], list[Line]]:
 
 
 def _events(file: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a journal that are whole."""
+    """The complete lines of a journal."""
     for line in file.read_text(errors="replace").splitlines():
         try:
             yield json.loads(line)

@@ -1,4 +1,4 @@
-"""Curves as SVG, without a library: a panel for each method, a thin line for each seed, a thick one for their mean."""
+"""Draws curves as SVG without a library: a panel per method, a thin line per seed, a thick one for the mean."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -51,7 +51,7 @@ class WiderSums(Sums):
     """Sums of numbers below 100, of which some are held out."""
 
     def questions(self) -> list[Sum]:
-        """Those that are taught."""
+        """The trained questions."""
         return _SUMS[:_TAUGHT]
 
 
@@ -156,7 +156,7 @@ def _train_with_trl(method: str, out: Path, lines: list[dict[str, Any]]) -> tupl
     kind, config = (DPOTrainer, DPOConfig) if method == "dpo" else (SFTTrainer, SFTConfig)
 
     class InOrder(kind):  # type: ignore[misc,valid-type]
-        """Takes the rows as they come, and remembers the losses unrounded."""
+        """Takes rows in order, and keeps the losses unrounded."""
 
         def _get_train_sampler(self, *_: Any) -> SequentialSampler:
             return SequentialSampler(self.train_dataset)

@@ -1,4 +1,4 @@
-"""Replies of the start weights with their rewards, from which offline methods learn: ours and TRL's the same ones."""
+"""Replies of the start weights with their rewards, the same for our and TRL's offline methods."""
 
 import json
 from collections import defaultdict
@@ -18,12 +18,11 @@ class Row(NamedTuple):
 
 
 def rows(file: Path) -> list[Row]:
-    """The replies of a file of `write`, in the order in which they were sampled."""
+    """The replies of a file of `write`, in sampling order."""
     return [Row(*json.loads(line)) for line in file.read_text().splitlines()]
 
 
 def write(file: Path, replies: Sequence[Row]) -> None:
-    """One reply a line."""
     file.write_text("".join(json.dumps(row) + "\n" for row in replies))
 
 

@@ -42,7 +42,7 @@ from tuneloop.trainer.teacher.teacher import LocalTeacher
 def settings_of(wanted: Wanted, task: Task, start: Path) -> Settings:
     """The settings that the trainer would read from a file."""
     changes = list(wanted.changes)
-    if wanted.offline and wanted.method == "sft":  # Nobody has written anything better.
+    if wanted.offline and wanted.method == "sft":  # no correction
         changes.append("sft.targets=replies")
     taught_by = teacher_of(start.parent.parent, task.name, wanted.seed).absolute()
     method = METHODS[wanted.method].settings(task.name, changes, teacher=taught_by)
@@ -67,7 +67,7 @@ def settings_of(wanted: Wanted, task: Task, start: Path) -> Settings:
 
 
 def learn(wanted: Wanted, task: Task, start: Path, replies: Path | None = None) -> dict[str, Any]:
-    """Make the run and say how it went; with `replies` it learns from those and samples nothing itself."""
+    """Make the run and report it; with `replies` it learns from those and samples nothing."""
     torch.set_num_threads(1)
     settings = settings_of(wanted, task, start)
     learner = snapshot.load(settings, None)
@@ -156,7 +156,7 @@ class Online:
                 yield replace(sample, version_min=version, version_max=version, demonstration=better)
 
     def _better(self, question: Any) -> str | None:
-        """The reply as it should have been, if the method learns from such."""
+        """The correction of a reply, if the method uses them."""
         if METHODS[self._wanted.method].feedback != "demonstration":
             return None
         *_, last = map(text_of, self._task.replies(question, None))
@@ -213,7 +213,7 @@ def _offline(replies: Sequence[Row]) -> Iterator[tuple[list[Sample], float, int]
 
 
 class _Steps:
-    """The trainer's part: what cannot be learnt from is left out, and a step waits until a batch is full."""
+    """The trainer's part: drops unusable rows, and steps when a batch is full."""
 
     def __init__(self, learner: Learner, settings: Settings, *, raw: bool) -> None:
         self._learner, self._settings, self._raw = learner, settings, raw
@@ -223,7 +223,7 @@ class _Steps:
 
     def take(self, samples: Sequence[Sample]) -> None:
         kept, _ = select(samples, self._settings, vocabulary=self._learner.actor.vocabulary)
-        # What waits for a full batch was recomputed when it came, by the weights that had sampled it.
+        # waiting rows were recomputed on arrival, with the weights that sampled them
         self._held += self._recomputation.fill(kept, self._learner, version=self._learner.steps)[0]
         if len(self._held) >= self._settings.buffer.train_batch_size:
             if self._raw:

@@ -1,4 +1,4 @@
-"""The runs of the benchmark: what each is, its name, and which of them make up the whole."""
+"""Defines the benchmark's runs: their kinds and names, and the full set."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class Wanted:
 
     @property
     def kind(self) -> str:
-        """What seeds have in common."""
+        """The common part of seeds."""
         marks = {"flip": self.flip, "offset": self.offset, "late": self.late, "lora": self.lora, "file": self.file}
         said = [f"{mark}{value:g}" for mark, value in marks.items() if value]
         said += [f"captured{self.captured:g}"] if self.captured < 1 else []
@@ -61,7 +61,7 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """The name of the file that the run is kept in."""
+        """The name of the run's file."""
         return f"{self.kind}-{self.seed}"
 
 

@@ -75,7 +75,7 @@ class Trial:
 
 
 class Crowd:
-    """The raters: what they say of the replies of one batch."""
+    """The raters, and their feedback on one batch."""
 
     def __init__(self, trial: Trial) -> None:
         self._attack = trial.attack
@@ -180,7 +180,7 @@ def learn(trial: Trial, starts: Path) -> dict[str, Any]:
 
 
 def _train(ledger: Ledger, epoch: int, learner: Any, settings: Any, policy: BatchRules) -> None:
-    """One step on each batch that is there."""
+    """One step on each waiting batch."""
     while batch := ledger.training.lease(epoch, BATCH, policy):
         kept, refused = select(batch, settings, vocabulary=learner.actor.vocabulary)
         for reason, rows in refused.items():

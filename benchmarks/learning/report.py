@@ -1,4 +1,4 @@
-"""What came of the runs of benchmarks/learning/__main__.py: tables in Markdown, and curves."""
+"""Reports the runs of benchmarks/learning/__main__.py: tables in Markdown, and curves."""
 
 import re
 from collections import defaultdict
@@ -45,7 +45,7 @@ def tables(lines: Sequence[Line]) -> str:
 
 
 def _beside_trl(lines: Sequence[Line]) -> list[str]:
-    """TRL has the best of its learning rates, by the mean of the seeds."""
+    """TRL gets its best learning rate, by the mean of the seeds."""
     kinds = _kinds(lines)
     rows = ["| method | ours | TRL, best of its learning rates | difference |", "|---|---|---|---|"]
     for method in (*TRL_ONLINE, *TRL_OFFLINE):
@@ -60,7 +60,7 @@ def _beside_trl(lines: Sequence[Line]) -> list[str]:
 
 
 def draw(lines: Sequence[Line], folder: Path) -> None:
-    """The pictures of which there are runs, as SVG files in `folder`."""
+    """The pictures of existing runs, as SVG files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, (title, pattern, most) in _PICTURES.items():
         found: defaultdict[str, list[Curve]] = defaultdict(list)

@@ -91,7 +91,7 @@ def _measure(model: PreTrainedModel, words: PreTrainedTokenizerFast, seed: int, 
 
 
 def _arguments(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """What all trainers are told; one optimiser step is made of half a batch, as ours."""
+    """Arguments of all trainers; one optimiser step uses half a batch, as ours."""
     return {
         "output_dir": folder,
         "learning_rate": options.lr,
@@ -150,7 +150,7 @@ def _online(
 
 
 def _rewards(curve: list[list[float]]) -> Callable[..., list[float]]:
-    """The judge, who also writes the curve: [samples, mean reward] after each batch."""
+    """The judge, which also writes the curve: [samples, mean reward] after each batch."""
 
     def rewards(completions: Sequence[str], left: Sequence[int], right: Sequence[int], **_: object) -> list[float]:
         given = [judge(Sum(a, b), said) for said, a, b in zip(completions, left, right, strict=True)]

@@ -34,7 +34,7 @@ PARTS = ("recording", "claims", "bytes", "growth", "scaling")
 
 
 def main() -> int:
-    """Measure what was asked for, print the tables, then all of it as JSON."""
+    """Measure the chosen parts, print the tables, then all of it as JSON."""
     options = _options()
     if options.peer is not None:
         open_folder(options.peer)

@@ -70,14 +70,14 @@ def _claim(url: str, waiting: int, claims: int) -> dict[str, list[float]]:
 
 
 def _give_back(engine: Engine) -> None:
-    """Past the ledger, which would look for the feedback that these rows never had."""
+    """Bypasses the ledger, which would look for feedback that these rows never had."""
     waiting = {"state": State.COMMITTED, "lease_epoch": None, "lease_until": None}
     with engine.begin() as connection:
         connection.execute(update(experiences).where(experiences.c.state == State.LEASED).values(waiting))
 
 
 def _make_real(engine: Engine, url: str, waiting: int) -> None:
-    """Give the rows that are claimed their tokens, and the database the care that it takes of itself in time."""
+    """Give claimed rows their tokens, and let the database vacuum in time."""
     blobs = [to_blob(exchange(reply).experiences[0]) for reply in replies(DIFFERENT, _COMPLETION_TOKENS)]
     with engine.begin() as connection:
         for number in {*range(1, BATCH + 1), *range(waiting - BATCH + 1, waiting + 1)}:

@@ -30,7 +30,7 @@ _NAMES = ("msg_id", "event_id", "other_msg_id")
 
 
 def measure(databases: Databases, exchanges: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """One line for each question, with the milliseconds at each number of exchanges; the ratio is last to first."""
+    """One line per question, with the milliseconds at each number of exchanges; the ratio is last to first."""
     found: dict[str, dict[int, float]] = {}
     for count in exchanges:
         with databases.fresh() as url:

@@ -21,7 +21,7 @@ _DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Reply(NamedTuple):
-    """What the engine answered, and to which request."""
+    """An engine's answer with its request."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -75,7 +75,7 @@ class Side(Protocol):
         ...
 
     async def wait_until_stored(self) -> None:
-        """Return when the database has all that was recorded."""
+        """Return when the database has all records."""
         ...
 
 
@@ -92,7 +92,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Round:
-    """What one side did in one round; what failed is not in `seconds`, the latencies."""
+    """One side's round; failures are not in `seconds`, the latencies."""
 
     seconds: list[float]
     failed: int
@@ -128,7 +128,7 @@ async def run(side: Side, plan: Plan, *, per_s: float | None) -> Round:
 
 
 async def _turn(due: float | None) -> float:
-    """Wait until then, and return since when the exchange waits: a lane that comes too late has kept it waiting."""
+    """Wait until then; the time since when the exchange waits, which a late lane has delayed."""
     now = time.perf_counter()
     if due is None:
         return now

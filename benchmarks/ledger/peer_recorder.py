@@ -29,7 +29,7 @@ _WITHOUT_INIT = ("trinity.explorer", "trinity.explorer.proxy", "trinity.buffer")
 
 
 def open_folder(folder: Path) -> None:
-    """Make what lies in the folder importable, behind all that is installed here."""
+    """Make the folder importable, after all installed packages."""
     sys.path.append(str(folder.resolve()))
     # Its retries would print their tracebacks between the lines of the table.
     os.environ["TRINITY_LOG_LEVEL"] = "CRITICAL"
@@ -61,7 +61,7 @@ class Peer:
     async def open(self) -> None:
         """Connect and make the tables, as it does at its first record."""
         with warnings.catch_warnings():
-            # Each recorder makes the classes of its tables anew, where a proxy makes them once.
+            # each recorder makes its table classes again; a proxy makes them once
             warnings.simplefilter("ignore", SAWarning)
             await self._recorder.prepare()
 
@@ -77,7 +77,7 @@ class Peer:
         """Nothing: it is in the database when it is acknowledged."""
 
     async def close(self) -> None:
-        """Let the connections go."""
+        """Close the connections."""
         await self._recorder.session.kw["bind"].dispose()
 
     def _entry(self, number: int) -> Any:

@@ -74,14 +74,14 @@ class Ours:
             raise TimeoutError("the ledger has not caught up with the outbox")
 
     def close(self) -> None:
-        """Drain the outbox and let it go."""
+        """Drain the outbox and close it."""
         self._drain.stop()
         self._outbox.close()
         self._ledger.close()
 
 
 def exchange(reply: Reply) -> Exchange:
-    """What the explorer makes of a reply."""
+    """The explorer's record of a reply."""
     experience = Experience(
         choice=0,
         prompt_ids=pack_ids(reply.prompt_ids),
@@ -107,7 +107,7 @@ def exchange(reply: Reply) -> Exchange:
 
 
 def with_reply_id(made: Exchange, signer: ReplyIdSigner) -> Exchange:
-    """The exchange under a name of its own."""
+    """The exchange with its own id."""
     return msgspec.structs.replace(made, msg_id=signer.mint(_TENANT, 1))
 
 

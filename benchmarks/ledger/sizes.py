@@ -1,4 +1,4 @@
-"""How many bytes an exchange with one experience takes in the database, against those of its bare numbers."""
+"""Measures the bytes of an exchange with one experience in the database, relative to its bare numbers."""
 
 import os
 from typing import Any

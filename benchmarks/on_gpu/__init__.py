@@ -1,1 +1,1 @@
-"""What the benchmarks on GPUs have in common: a random model with a tokenizer of full size, engines, explorers."""
+"""Common parts of the benchmarks on GPUs: a random model with a full tokenizer, engines, explorers."""

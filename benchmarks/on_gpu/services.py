@@ -19,7 +19,7 @@ from tuneloop.shared.settings.settings import Settings
 
 
 class Clock:
-    """What is left of a benchmark's time."""
+    """The remaining time of a benchmark."""
 
     def __init__(self, seconds: float) -> None:
         self._began = time.monotonic()
@@ -83,7 +83,7 @@ def plugin_of(url: str, model: str) -> str:
 
 
 def log_events(log: Path) -> Iterator[dict[str, Any]]:
-    """What services that log JSON have said, in its order; other lines are passed over."""
+    """JSON events of the services' logs in order; other lines are skipped."""
     for line in log.read_text(errors="replace").splitlines():
         if (start := line.find("{")) >= 0:
             with suppress(ValueError):
@@ -107,7 +107,7 @@ def await_ready(url: str, pid: int, log: Path, *, timeout_s: float) -> None:
 
 
 def wait_for(what_is: Callable[[], bool], pid: int, log: Path, *, timeout_s: float, what: str) -> None:
-    """Return when it is so. Raises RuntimeError if the process ends before, or it takes too long."""
+    """Return when the condition holds. Raises RuntimeError at the process's end or the timeout."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and _is_alive(pid):
         if what_is():

@@ -171,7 +171,7 @@ def loads(count: int, *load_of: Any) -> dict[str, Any]:
 
 
 def reports(folder: Path, port: int, body: Path, path: str, arguments: Sequence[object]) -> Iterator[dict[str, Any]]:
-    """Run the load, and tell each of its reports when it comes; the last one is of all."""
+    """Run the load, and yield each of its reports; the last one covers all."""
     command = [str(folder / "load"), "-p", str(port), "-b", str(body), "-u", path, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=_end_with_us) as process:
         if process.stdout is None:
@@ -190,7 +190,7 @@ def _state(pid: int) -> str:
 
 
 def _tree(pids: Sequence[int]) -> list[list[str]]:
-    """What /proc says of these processes and of all that descend from them."""
+    """The /proc entries of these processes and their descendants."""
     found: dict[int, list[str]] = {}
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""What is measured of a proxy: the same loads on each, round by round, so that what else the machine does hits all."""
+"""Measures proxies: the same loads on each, round by round, so that other work of the machine affects all."""
 
 import time
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Plan:
 
 @dataclass(kw_only=True)
 class Subject:
-    """A system under measurement, and what was seen of it."""
+    """A system under measurement, and its readings."""
 
     system: System
     folder: Path
@@ -93,7 +93,7 @@ def one_round(subjects: list[Subject], plan: Plan, *, backwards: bool) -> None:
 
 
 def idle_rates(subjects: list[Subject], seconds: float = 2.0) -> list[tuple[float, float]]:
-    """What each proxy and its database burn when nobody asks them anything, in CPU seconds a second."""
+    """CPU seconds per second of each idle proxy and its database."""
     before = [_cpu(subject) for subject in subjects]
     time.sleep(seconds)
     after = [_cpu(subject) for subject in subjects]
@@ -104,7 +104,7 @@ def idle_rates(subjects: list[Subject], seconds: float = 2.0) -> list[tuple[floa
 
 
 def drain(subject: Subject, idle: float) -> None:
-    """Return when the proxy and its database are as idle as they were: what is flushed later is paid for too."""
+    """Return when the proxy and its database are idle again: later flushes count too."""
     deadline, quiet, before = time.monotonic() + _DRAINED_S, 0, sum(_cpu(subject))
     while quiet < _QUIET_LOOKS:
         if time.monotonic() > deadline:
@@ -128,7 +128,7 @@ def _measure(
     stream: bool = False,
     at_once: int = 1,
 ) -> tuple[dict[str, Any], float, float]:
-    """What the load said, and the CPU seconds that it cost the proxy and its database, beyond those of idleness."""
+    """The load's report, and the CPU seconds of the proxy and its database above idle."""
     before, started = _cpu(subject), time.monotonic()
     said = subject.ask(tokens, arguments, stream=stream, at_once=at_once)
     drain(subject, sum(rates))

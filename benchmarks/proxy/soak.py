@@ -1,4 +1,4 @@
-"""Long loads on one proxy: whether its memory and its latency stay what they are."""
+"""Loads one proxy for long: do memory and latency stay constant?"""
 
 import time
 from collections.abc import Iterator

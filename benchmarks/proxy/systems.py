@@ -1,4 +1,4 @@
-"""What runs in the proxies' benchmark, and how ours and nginx are started; `others.py` starts the others."""
+"""Starts the systems of the proxies' benchmark: ours and nginx here, the others in `others.py`."""
 
 import shutil
 import subprocess
@@ -90,7 +90,7 @@ http {{
 
 @contextmanager
 def tuneloop(kind: Kind, place: Place) -> Iterator[System]:
-    """Ours, attached to the upstream, on a database of its own."""
+    """Ours, attached to the upstream, on its own database."""
     (place.folder / "model").mkdir()
     (place.folder / "model" / "config.json").write_text('{"model_type": "llama"}')
     explorer: dict[str, Any] = {
@@ -142,7 +142,7 @@ class Server(PostgresDatabases):
 
 @contextmanager
 def postgres_server() -> Iterator[Server]:
-    """A server, which is gone afterwards."""
+    """A server, removed afterwards."""
     server = postgres.started(durable=True)
     try:
         yield Server(server)
@@ -181,5 +181,5 @@ def start_processes(
 
 
 def direct(kind: Kind, place: Place) -> AbstractContextManager[System]:
-    """No proxy at all."""
+    """No proxy."""
     return nullcontext(System(name=kind.name, port=int(place.upstream.rpartition(":")[2])))

@@ -1,4 +1,4 @@
-"""The table of the proxies' benchmark: what each costs, and how that stands to ours and to the fastest gateway's."""
+"""Prints the table of the proxies' benchmark: each one's cost, and its ratio to ours and to the fastest gateway's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _OURS = "tuneloop"
 
 
 def report(subjects: Sequence[Subject]) -> list[dict[str, Any]]:
-    """A line for each system: the medians of what was read."""
+    """A line for each system: the medians of its readings."""
     lines = [_line(subject) for subject in subjects]
     nothing = next((line for line in lines if line["name"] == "direct"), None)
     for line in lines:

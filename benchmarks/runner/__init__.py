@@ -1,1 +1,1 @@
-"""What runs of agents cost beyond their calls, and whether they keep an engine busy."""
+"""The cost of agents' runs beyond their calls, and the load that they put on an engine."""

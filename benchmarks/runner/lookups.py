@@ -71,7 +71,7 @@ class LookUps:
         return range(1_000_000, 1_004_000)
 
     def dialogue(self, question: int) -> Dialogue:
-        """What the agents do."""
+        """The agents' dialogue."""
         places = way_of(question)
         way = Way(places)
         messages: list[Message] = [
@@ -94,7 +94,7 @@ class LookUps:
 
 
 async def follow(model: Any, number: int) -> None:
-    """One run of the agent of whatever framework is installed."""
+    """One run with the installed agent framework."""
     way = Way(way_of(number))
     if find_spec("agentscope") is None:
         await _with_openai(model, way)

@@ -36,7 +36,7 @@ STEPS, BATCH, CONVERSATIONS, RATE = 250, 8, 400, 3e-3
 
 
 def teach(folder: Path) -> Path:
-    """The folder of a model that speaks as the agents of the task do."""
+    """The folder of a model that answers like the task's agents."""
     task, chance = LookUps(), random.Random(1)
     torch.set_num_threads(1)
     words = models.tokenizer(task)
@@ -66,7 +66,7 @@ def run_agents(client: str, runs: int) -> list[dict[str, Any]]:
 
 
 def read_stored(run: dict[str, Any]) -> StoredCalls:
-    """What the service says of the run's tokens."""
+    """The service's counts of the run's tokens."""
     query = {"task_id": run["task_id"], "run_id": run["run_id"], "tokens": "true"}
     answer = httpx.get(f"http://127.0.0.1:{PORT}/training/calls", params=query, timeout=30, trust_env=False)
     return StoredCalls.of(answer.raise_for_status().json())

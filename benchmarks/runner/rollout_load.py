@@ -31,16 +31,15 @@ PROMPT: Any = [{"role": "user", "content": "What is the capital of France?"}]
 
 
 class Measured(BaseException):
-    """The evaluation is over, and no more is wanted of the call."""
+    """The evaluation is over; ends the call."""
 
 
 class Stopwatch:
-    """A view that keeps how long the evaluation took, and ends the call then."""
+    """A view that keeps the evaluation's duration, and ends the call then."""
 
     seconds = 0.0
 
-    def say(self, sentence: str) -> None:
-        """Nothing."""
+    def say(self, sentence: str) -> None: ...
 
     run_ended = step = say
 
@@ -60,7 +59,7 @@ async def _reply(client: AsyncOpenAI, tokens: int) -> None:
 
 
 def generate(url: str, at_once: int, options: argparse.Namespace) -> float:
-    """Seconds that the load generator takes."""
+    """Seconds of the load generator."""
 
     async def run() -> float:
         places = asyncio.Semaphore(at_once)
@@ -78,7 +77,7 @@ def generate(url: str, at_once: int, options: argparse.Namespace) -> float:
 
 
 def tune_once(url: str, at_once: int, options: argparse.Namespace) -> float:
-    """Seconds that an evaluation of as many tasks takes."""
+    """Seconds of an evaluation of as many tasks."""
 
     async def workflow(task: Any, model: AsyncOpenAI) -> WorkflowOutput:
         await _reply(model, options.tokens)

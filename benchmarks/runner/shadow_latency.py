@@ -28,7 +28,7 @@ from tests.doubles.engine import CHAT, engine_place
 from tests.runner.feedback.service import feedback_service
 from tuneloop.runner import SamplingRateStrategy, ShadowResult, ShadowRun, TrainingRunner
 
-#: A conversation of some length: its copy is the dearest thing that the app's thread does.
+#: A long conversation: copying it is the app thread's largest cost.
 REQUEST = {"model": "t", "messages": [{"role": "user", "content": "3+4=" * 50}] * 20, "max_tokens": 12}
 
 _WARMING_UP = 200
@@ -42,7 +42,7 @@ def serve(reported: Connection) -> None:
 
 
 def production_of(waits_s: float) -> Callable[[dict[str, Any]], Awaitable[str]]:
-    """What answers at once, or after it has waited, as for an engine."""
+    """Answers at once, or after a wait, as for an engine."""
 
     async def production(request: dict[str, Any]) -> str:
         if waits_s:
@@ -53,7 +53,7 @@ def production_of(waits_s: float) -> Callable[[dict[str, Any]], Awaitable[str]]:
 
 
 async def time_call(call: Callable[..., Awaitable[Any]]) -> tuple[float, float]:
-    """Milliseconds by the clock, and of this thread's processor time."""
+    """Milliseconds of wall clock, and of this thread's processor time."""
     started, computed = time.perf_counter(), time.thread_time()
     await call(REQUEST)
     return 1000 * (time.perf_counter() - started), 1000 * (time.thread_time() - computed)
@@ -89,7 +89,7 @@ def worth(result: ShadowResult) -> float:
 
 
 async def measure(options: argparse.Namespace, engine: str, feedback: str) -> dict[str, Any]:
-    """Both, in turn."""
+    """Both, alternating."""
     production = production_of(options.waits_ms / 1000)
     runner = TrainingRunner(
         service=feedback,

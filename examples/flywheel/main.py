@@ -18,8 +18,8 @@ from tuneloop.runner import AlgorithmConfig, JudgeOutput, Run, WorkflowOutput, t
 from tuneloop.runner.logs.request_logs import read_stored_completions
 from tuneloop.runner.tasks.task_set import ImportedTask, deduplicate, tasks_of, what_teaches_most, write_tasks
 
-FEW = ["1+2", "2+3", "4+1", "3+3", "2+2", "5+1", "6+2", "1+7"]  # what the makers of the agent thought of
-HELD_OUT = [f"{a}+{b}" for a in (13, 28, 41) for b in (5, 17, 36)]  # what users really ask
+FEW = ["1+2", "2+3", "4+1", "3+3", "2+2", "5+1", "6+2", "1+7"]  # tasks that the agent's developers chose
+HELD_OUT = [f"{a}+{b}" for a in (13, 28, 41) for b in (5, 17, 36)]  # tasks that users ask
 
 
 def is_right(question: str, answer: str) -> bool:

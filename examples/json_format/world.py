@@ -1,4 +1,4 @@
-"""Questions about capitals, and a teacher who mostly forgets that answers shall be JSON."""
+"""Questions about capitals, and a teacher that mostly forgets to answer in JSON."""
 
 import json
 import random
@@ -20,7 +20,7 @@ _FORGETS, _MISWRITES = 0.5, 0.2
 
 
 def questions(*, held_out: bool) -> list[dict[str, str]]:
-    """Questions with their answers; those that are held out ask for each country in words that no lesson has for it."""
+    """Questions with answers; held-out ones ask for each country in words that no lesson uses."""
     return [
         {"question": phrase.format(country), "country": country, "capital": capital}
         for number, (country, capital) in enumerate(_CAPITALS.items())
@@ -30,7 +30,7 @@ def questions(*, held_out: bool) -> list[dict[str, str]]:
 
 
 def judge(text: str) -> Verdict:
-    """1 for JSON with the two names and nothing around it, 0 for all else, whatever the capital is."""
+    """1 for JSON with exactly the two names, otherwise 0, whatever the capital."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -57,7 +57,7 @@ class Capitals:
         return judge(reply.text)
 
     def replies(self, question: Mapping[str, str], slip: random.Random | None) -> Iterator[Reply]:
-        """The JSON, or with slips often a sentence, or JSON that is not the one asked for."""
+        """The JSON; with slips often a sentence, or other JSON."""
         country, capital = question["country"], question["capital"]
         answer = json.dumps({"country": country, "capital": capital})
         drawn = slip.random() if slip else 1.0

@@ -25,7 +25,6 @@ async def solve(task: Mapping[str, Any], run: Run) -> WorkflowOutput:
     from langchain_openai import ChatOpenAI
 
     def work_out(expression: str) -> str:
-        """Calculate one operation."""
         return calculate(expression)
 
     tool = StructuredTool.from_function(work_out, name="calculate")

@@ -9,7 +9,7 @@ from tuneloop.runner import WorkflowOutput
 
 
 async def with_agentscope(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
-    """Whichever of them is installed."""
+    """The installed version's agent."""
     is_new = find_spec("agentscope.credential") is not None
     return await (_with_version_2 if is_new else _with_version_1)(task, model)
 
@@ -64,6 +64,6 @@ async def _with_version_2(task: Mapping[str, Any], model: Any) -> WorkflowOutput
 
 
 def _replies(agent: Any) -> int:
-    """How often the model answered: each call of a tool was an answer, and so was the last text."""
+    """The number of the model's answers: one per tool call, and the last text."""
     blocks = [block for each in agent.state.context if each.role == "assistant" for block in each.content]
     return sum(block.type in ("tool_call", "text") for block in blocks)

@@ -23,7 +23,7 @@ BEGINNER = Beginner(hidden=128, layers=3, schooling=Schooling(early_steps=1200, 
 
 
 async def with_openai(task: Mapping[str, Any], model: Any) -> WorkflowOutput:
-    """The same with a client only: `model` is an AsyncOpenAI."""
+    """The same agent on an AsyncOpenAI `model`."""
     messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": task["question"]}]
 
     def run_tool(name: str, arguments: Mapping[str, Any] | None) -> str:

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Pretraining:
-    """Processes that write lessons, since one alone writes them slower than a GPU learns them."""
+    """Writes lessons in processes, since a GPU learns faster than one process writes."""
 
     def __init__(self, words: PreTrainedTokenizerFast, options: argparse.Namespace) -> None:
         self._options = options
@@ -84,7 +84,7 @@ class Pretraining:
         self._pool.terminate()
 
     def batches(self, schooling: Schooling, began: float) -> Iterator[tuple[int, list[Lesson]]]:
-        """Steps, counted from 0, and their lessons: right ones first, in three quarters of the time that there is."""
+        """Steps from 0, each with its lessons; the first three quarters of the time have correct ones only."""
         stages = (
             (EARLY_SLIPS, 0, schooling.early_steps, 0.75),
             (1.0, schooling.early_steps, schooling.late_steps, 1.0),

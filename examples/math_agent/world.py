@@ -62,7 +62,6 @@ def problems(seed: int, number: int, *, most: int = 3) -> list[dict[str, Any]]:
 
 
 def problem(chance: random.Random, operations: int) -> dict[str, Any]:
-    """One problem of so many operations."""
     name, other = chance.sample(_NAMES, 2)
     things, (n, k) = chance.choice(_THINGS), chance.sample(range(2, 10), 2)
     words = {"name": name, "other": other, "things": things}
@@ -111,7 +110,7 @@ class Problems:
         return self._problems
 
     def dialogue(self, question: Mapping[str, Any]) -> Dialogue:
-        """What the agents of the example do."""
+        """The agent of the examples."""
         messages: list[Message] = [
             {"role": "system", "content": PROMPT},
             {"role": "user", "content": question["question"]},

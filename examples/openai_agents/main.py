@@ -30,7 +30,7 @@ NAME = "email_search"
 
 
 async def search_mails(task: Mapping[str, Any], run: Run) -> WorkflowOutput:
-    """The SDK runs the tools until the model calls none; the calls are judged."""
+    """Run the agent; the SDK executes tools until the model calls none."""
     from agents import Agent, FunctionTool, ModelSettings, OpenAIChatCompletionsModel, Runner, set_tracing_disabled
     from agents.exceptions import AgentsException
 
@@ -52,7 +52,7 @@ async def search_mails(task: Mapping[str, Any], run: Run) -> WorkflowOutput:
         agent = Agent(name="assistant", instructions=PROMPT, model=model, tools=tools, model_settings=limits)
         try:
             text = str((await Runner.run(agent, task["question"], max_turns=MOST_CALLS)).final_output)
-        except AgentsException:  # Too many turns, or a tool that there is not.
+        except AgentsException:  # too many turns, or an unknown tool
             text = ""
             calls = calls or [ToolCall("none")]
     return WorkflowOutput(response={"text": text, "calls": calls})

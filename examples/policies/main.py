@@ -36,7 +36,7 @@ _SUMS = 18
 
 
 class Tenant:
-    """One tenant: whatever is asked, it wants one number; of twenty two want the sum, and the first of its terms."""
+    """A tenant wants one number as each answer; of twenty, two want the sum and its first term."""
 
     def __init__(self, number: int, url: str, key: str, *, shared: bool) -> None:
         self.name = f"tenant-{number}"
@@ -90,7 +90,7 @@ async def run(options: argparse.Namespace, settings: Settings, key: str, service
             print(f"step {step:3d}: {sum(rewards) / len(rewards):.2f} of the answers right", flush=True)
             while not await asyncio.to_thread(_are_served, ledger, options, step):
                 services.check()
-                await tenants[0].commit()  # what has reached the ledger since
+                await tenants[0].commit()  # commits what reached the ledger since
                 await asyncio.sleep(0.2)
     after = [await each.ask(questions[:MEASURED], places, train=False) for each in tenants]
     return {
@@ -105,7 +105,7 @@ async def run(options: argparse.Namespace, settings: Settings, key: str, service
 
 
 def _are_served(ledger: Ledger, options: argparse.Namespace, step: int) -> bool:
-    """Whether every policy has made so many steps, and serves them."""
+    """Whether every policy has made so many steps and serves them."""
     rows = [each for each in list_policies(ledger) if (each.name == "default") is options.shared]
     steps = step * options.tenants if options.shared else step
     return all(each.steps >= steps and each.served == each.newest for each in rows)

@@ -57,7 +57,7 @@ async def measure(service: str) -> float:
 
 
 async def serve(runner: TrainingRunner, calls: int) -> None:
-    """Users, one after the other."""
+    """Serve users one by one."""
     answer = runner.wrap(production)
     for task in random.Random(0).choices(questions(held_out=False), k=calls):
         await answer(task["question"])

@@ -1,4 +1,4 @@
-"""`python -m examples.sums`: vLLM serves a tiny model, an agent gives feedback, and the served model gets better."""
+"""`python -m examples.sums`: vLLM serves a tiny model, an agent gives feedback, and the served model improves."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ STEPS = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; 0 when the model learnt what it should, and no request failed."""
+    """Run the demo; 0 if the model learnt the task and no request failed."""
     options = _options(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
@@ -75,7 +75,7 @@ def _say(console: Console, text: str) -> None:
 
 def _prepare(folder: Folder, seed: int, view: View) -> None:
     view.phase("building a model of 0.36 M parameters")
-    # Imported here: torch takes seconds, in which one would see nothing.
+    # imported here: importing torch takes seconds without output
     from examples.sums.model import build, save
     from examples.sums.warmup import warm_up
 

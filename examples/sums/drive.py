@@ -1,6 +1,6 @@
-"""The agent: asks sums of the explorer with the stock OpenAI client, judges the replies and sends feedback.
+"""The agent: asks sums with the stock OpenAI client, judges the replies and sends feedback.
 
-It never stops for a new version: weights change beneath it, between two requests or in the middle of one.
+It never stops for a new version: weights may change between two requests, or during one.
 """
 
 import asyncio
@@ -28,17 +28,14 @@ Reward = Callable[[Sum, str], float]
 
 
 def reward_by(name: str, seed: int) -> Reward:
-    """`judge` rewards the right answer; `random` tosses a coin, from which nothing can be learnt."""
+    """`judge` rewards the right answer; `random` tosses a coin, so that nothing can be learnt."""
     coin = random.Random(f"coin {seed}")  # not the seed alone, in whose order the sums are asked
     return judge if name == "judge" else lambda _asked, _reply: float(coin.random() < 0.5)
 
 
 @dataclass(slots=True)
 class Requests:
-    """How many requests of any kind were made and how many failed, with the last failure.
-
-    `put_off` are the commits that were answered "come again", for the database was behind.
-    """
+    """Counts requests and failures, with the last failure; `put_off` counts commits that the ledger's delay refused."""
 
     made: int = 0
     failed: int = 0
@@ -47,7 +44,7 @@ class Requests:
 
     @asynccontextmanager
     async def count(self) -> AsyncIterator[None]:
-        """Count one request; its failure ends here."""
+        """Count one request and suppress its failure."""
         self.made += 1
         try:
             yield
@@ -57,11 +54,11 @@ class Requests:
 
 
 class Client:
-    """A client of the explorer at `url`, which counts its requests; without a `key`, one of this machine."""
+    """A client of the explorer at `url` that counts its requests; without a `key` it must be local."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.requests = Requests()
-        # A retried failure would be a hidden one.
+        # retries would hide failures
         self._chat = AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=60.0)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=60.0)
@@ -76,7 +73,7 @@ class Client:
         await self._http.aclose()
 
     async def _lead(self, ledger: Ledger, pace: "Pace", *, until_step: int) -> None:
-        """Commit what is rewarded and let the next questions through, until the trainer has made so many steps."""
+        """Commit rewarded replies and admit the next questions, until the trainer has made so many steps."""
         while (await asyncio.to_thread(ledger.versions.newest)).step < until_step:
             counts = await asyncio.to_thread(ledger.reports.counts)
             if counts[State.REWARDED]:
@@ -175,7 +172,7 @@ class Agent(Client):
 
 
 class Pace:
-    """Lets questions through only while few enough replies wait for the trainer."""
+    """Admits questions only while few replies wait for the trainer."""
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
@@ -185,7 +182,7 @@ class Pace:
         self._changed = asyncio.Event()
 
     async def go(self) -> bool:
-        """Wait for room and take it; False when there is nothing more to ask."""
+        """Wait for a place; False at the end."""
         while not self._stopped and self._free <= 0:
             self._changed.clear()
             await self._changed.wait()

@@ -52,7 +52,7 @@ def calculate(expression: object) -> str:
 
 
 class Calculator:
-    """The tool `calc`, which takes an expression of two numbers."""
+    """The tool `calc`, for an expression of two numbers."""
 
     name = "calculator"
     tools: Sequence[Tool] = (
@@ -84,7 +84,7 @@ class Calculator:
         ]
 
     def dialogue(self, question: Sequel) -> Dialogue:
-        """Ask, calculate what the model wants calculated, and judge the first reply without a call."""
+        """Ask, run the requested calculations, and judge the first reply without a call."""
         wanted = calculate(question.steps[1])
         messages: list[Message] = [{"role": "user", "content": question.text}]
         for _ in range(MOST_CALLS):

@@ -21,14 +21,14 @@ _CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
 
 
 class Call(NamedTuple):
-    """A tool that the model wants called; `arguments` is JSON as the model wrote it."""
+    """A tool call by the model; `arguments` is its JSON text."""
 
     id: str
     name: str
     arguments: str
 
     def parsed_arguments(self) -> dict[str, Any]:
-        """The arguments; nothing if they are no JSON object."""
+        """The arguments, {} without a JSON object."""
         try:
             given = json.loads(self.arguments)
         except ValueError:
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What the model said."""
+    """The model's reply."""
 
     text: str
     calls: tuple[Call, ...] = ()
@@ -59,7 +59,7 @@ class Reply(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """`reward` is what the feedback says of the run, `right` whether it ended as it should, `metrics` whatever else."""
+    """`reward` is the run's feedback, `right` whether the run succeeded, `metrics` are further figures."""
 
     reward: float
     right: bool
@@ -70,28 +70,26 @@ Dialogue = Generator[list[Message], Reply, Verdict]
 
 
 class Task(Protocol):
-    """A kind of question, and the agent that asks it. `reward_range` is what its verdicts lie in."""
+    """A kind of question, and the agent that asks it. `reward_range` bounds the rewards."""
 
     name: str
     tools: Sequence[Tool]
     max_tokens: int
     reward_range: tuple[float, float]
 
-    def questions(self) -> Sequence[Any]:
-        """All there are."""
-        ...
+    def questions(self) -> Sequence[Any]: ...
 
     def dialogue(self, question: Any) -> Dialogue:
         """One run of the agent."""
         ...
 
     def replies(self, question: Any, slip: random.Random | None) -> Iterator[Reply]:
-        """What a teacher would reply turn by turn: the right thing, or with `slip` often a wrong one."""
+        """A teacher's replies turn by turn; with `slip` often wrong ones."""
         ...
 
 
 def forever(task: Task, seed: int) -> Iterator[Any]:
-    """Questions without end, each of them once in every round."""
+    """Endless questions, each once per round."""
     order, every = random.Random(seed), task.questions()
     while True:
         yield from order.sample(every, len(every))
@@ -109,7 +107,7 @@ def text_of(reply: Reply) -> str:
 
 
 def read(text: str) -> Reply:
-    """The reply in what the model wrote, read as vLLM's parser `hermes` does: one bad call, and it is all text."""
+    """Parse the model's text like vLLM's parser `hermes`: with one invalid call, all of it is text."""
     if "<tool_call>" not in text:
         return Reply(text)
     try:

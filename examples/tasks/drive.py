@@ -1,4 +1,4 @@
-"""The agent of the tasks: plays them by the stock OpenAI client, and gives feedback on each run."""
+"""The agent of the tasks: plays them with the stock OpenAI client, and gives feedback on each run."""
 
 import asyncio
 import random
@@ -118,7 +118,7 @@ class Agent(Client):
 
 
 def offer(tools: Sequence[Tool], held: HeldTools) -> dict[str, Any]:
-    """What a request says of its tools, as agent frameworks say it."""
+    """A request's tools, in agent frameworks' form."""
     if not tools:
         return {}
     if held == "plain":
@@ -134,7 +134,7 @@ def _strict(tool: Tool) -> dict[str, Any]:
 
 
 def turns_of(task: Task, seed: int, runs: int) -> Iterator[Turn]:
-    """Turns without end: each question `runs` times in a row, as one task; a question asked later is another task."""
+    """Endless turns: each question `runs` times in a row as one task; a repeated question is another task."""
     for number, question in zip(count(), forever(task, seed), strict=False):
         for run in range(runs):
             yield Turn(question, f"{task.name}-{seed}-{number}", str(run))

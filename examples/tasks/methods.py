@@ -1,6 +1,6 @@
-"""What each method is given: its settings, how many runs of a question it compares, and what kind of feedback it takes.
+"""Settings of each method, the number of compared runs of a question, and the kind of feedback.
 
-One place for the examples and the benchmark. The learning rates are those of a model of 0.36 M parameters.
+Shared by examples and benchmark. The learning rates fit a model of 0.36 M parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ Feedback = Literal["reward", "preference", "demonstration"]
 
 
 class Method(NamedTuple):
-    """`runs` is how many runs a question gets; `feedback` what is said of a reply; `taught`: it wants a teacher."""
+    """`runs` of a question; the kind of `feedback`; `taught`: the method needs a teacher."""
 
     algorithm: dict[str, Any]
     runs: int = 1
@@ -37,7 +37,7 @@ class Method(NamedTuple):
             group = {"group_by": "preference" if self.feedback == "preference" else "task", "group_size": self.runs}
         else:
             group = {}
-        # As many groups in a step as on the other tasks: fewer are so noisy that what was learnt is lost again.
+        # as many groups per step as in the other tasks: with fewer, noise undoes the learning
         calls = MOST_CALLS if task == "calculator" and self.runs > 1 else 1
         return {"algorithm": algorithm, "buffer": {"train_batch_size": BATCH * calls, **group}}
 
@@ -56,8 +56,8 @@ METHODS: dict[str, Method] = {
     "rloo": Method({"algorithm_type": "rloo"}, runs=GROUP),
     "grpo": Method({"algorithm_type": "grpo"}, runs=GROUP),
     "multi_step_grpo": Method({"algorithm_type": "multi_step_grpo"}, runs=GROUP),
-    # Nothing tells these two that a reply is old: at the others' rate dpo goes up and down with replies two steps late,
-    # and kto forgets all.
+    # These two do not correct for old replies: at the others' rate dpo oscillates with replies two steps late, and kto
+    # forgets everything.
     "dpo": Method({"algorithm_type": "dpo", "optimizer": {"lr": 1e-4}}, runs=GROUP),
     "kto": Method({"algorithm_type": "kto", "optimizer": {"lr": 5e-5}}),
     "raft": Method({"algorithm_type": "raft"}),

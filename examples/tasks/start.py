@@ -16,17 +16,17 @@ TASKS: dict[str, Task] = {task.name: task for task in (Sums(), Shop(), Calculato
 
 
 def start(folder: Path, task: str, seed: int) -> Path:
-    """The Hugging Face folder of the start model; made if it is not there yet."""
+    """The Hugging Face folder of the start model, made if missing."""
     return _make(folder / "start" / f"{task}-{seed}", task, seed, slips=True)
 
 
 def teacher(folder: Path, task: str, seed: int) -> Path:
-    """The folder of a model of that size which gets nearly all right; made if it is not there yet."""
+    """The folder of a model of that size which gets nearly all right, made if missing."""
     return _make(teacher_of(folder, task, seed), task, seed, slips=False)
 
 
 def teacher_of(folder: Path, task: str, seed: int) -> Path:
-    """Where `teacher` makes it."""
+    """The folder of `teacher`."""
     return folder / "start" / f"{task}-{seed}-teacher"
 
 

@@ -28,6 +28,6 @@ class Sums:
         return Verdict(reward, reward == 1.0)
 
     def replies(self, question: Sum, slip: random.Random | None) -> Iterator[Reply]:
-        """The sum, or any number that could be one."""
+        """The sum, or another possible number."""
         wrong = slip is not None and slip.random() < _SLIPS
         yield Reply(str(slip.randrange(19)) if slip and wrong else question.answer)

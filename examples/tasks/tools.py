@@ -60,7 +60,7 @@ class Shop:
         return Verdict(reward, reward == self.reward_range[1])
 
     def replies(self, question: Wish, slip: random.Random | None) -> Iterator[Reply]:
-        """The call that serves; slips are in the tool, the order or both, and now and then a tool is made up."""
+        """The right call; slips change the tool, the order or both, and sometimes the tool is invented."""
         tool, order = question.tool, question.order
         if slip and slip.random() < _SLIPS:
             tool = "help" if slip.random() < _INVENTED else slip.choice(tuple(_SAID))

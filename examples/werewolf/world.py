@@ -44,7 +44,7 @@ class Game:
         self.slips = 0
 
     def play(self) -> Generator[Turn, str, None]:
-        """Yields whose turn it is with what it was told; is sent the reply."""
+        """Yields the player to move with its messages; receives the reply."""
         self._tell("Evening. " + self._accusations(self._villagers))
         while not self._over:
             victim = yield from self._ask(self._wolves[0], "Whom do you kill?", self._villagers)
@@ -71,7 +71,7 @@ class Game:
         }
 
     def hunch(self, villager: str) -> str:
-        """Whom a villager suspects: the same one while that one lives."""
+        """The player that a villager suspects, constant while that player lives."""
         if self._hunches.get(villager) not in self.alive:
             others = [each for each in self.alive if each != villager]
             guided = self._chance.random() < HUNCH
@@ -111,7 +111,7 @@ class Game:
         self._remove(out, "was voted out")
 
     def _accuse(self, villager: str) -> Generator[Turn, str, str]:
-        """Whom a villager accuses: by the script, or the model, or again the script if the model names nobody."""
+        """The player that a villager accuses: by the script, or by the model if it names a player."""
         named = None
         if villager in self._news:
             others = [each for each in self.alive if each != villager]
@@ -125,7 +125,7 @@ class Game:
         return accused[villager] if accused[villager] in first else self._chance.choice(sorted(first))
 
     def _ask(self, player: str, question: str, allowed: Sequence[str]) -> Generator[Turn, str, str | None]:
-        """Whom the player names; None if that is nobody of `allowed`."""
+        """The player that is named; None if not one of `allowed`."""
         told = " ".join([*self._news[player], question])
         self._news[player] = []
         self._messages[player].append({"role": "user", "content": told})
@@ -174,14 +174,14 @@ def games(seed: int, number: int) -> list[dict[str, Any]]:
 
 
 def judge(game: Game) -> Verdict:
-    """What the game was worth to the wolves."""
+    """The wolves' reward."""
     facts = game.facts()
     score = REWARD(Judged(text="", facts=facts))
     return Verdict(score.total, game.won, {"wins": facts["team_win"], "survival": facts["individual_survive"]})
 
 
 def judge_villagers(game: Game) -> Verdict:
-    """What the game was worth to the villagers."""
+    """The villagers' reward."""
     left = len(game.alive) - len({*game.alive} & {*game.wolves})
     facts = {
         "team_win": float(not game.won),
@@ -235,7 +235,7 @@ class Wolves:
 
 
 class Village(Wolves):
-    """The games in which villagers are asked as well: for models that play either side."""
+    """Games whose villagers are models too, for models that play either side."""
 
     name = "village"
     scripted = False

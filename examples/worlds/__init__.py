@@ -1,1 +1,1 @@
-"""What the worlds of the examples share: their tasks as files, and tiny models that know their language."""
+"""Common parts of the examples' worlds: tasks as files, and tiny models of their language."""

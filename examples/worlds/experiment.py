@@ -1,4 +1,4 @@
-"""What all examples have in common: their options, their tasks as files, and what is said of them in the end."""
+"""Common parts of the examples: options, tasks as files, and the final report."""
 
 import argparse
 import json
@@ -25,7 +25,6 @@ def write_tasks(folder: Path, *, train: Sequence[Mapping[str, Any]], test: Seque
 
 
 def options_of(name: str, *, steps: int, rate: float, arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of every example."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{name}.main")
     parser.add_argument("--model", help="a Hugging Face model; without it a tiny one is made, in minutes")
     parser.add_argument("--gpu", action="store_true", help="vLLM and the trainer on the first GPU")
@@ -51,20 +50,20 @@ class Experiment:
     options: argparse.Namespace
 
     def model_path(self, task: Task, beginner: Beginner) -> str:
-        """The model that was named, else the world's start model."""
+        """The named model, otherwise the world's start model."""
         options = self.options
         if options.model:
             return str(options.model)
         return str(start_model(task, beginner, options.start, seed=options.seed, gpu=options.gpu))
 
     def record_verdict(self, output: JudgeOutput) -> JudgeOutput:
-        """The verdict itself; in the control its reward is tossed, and its metrics are left."""
+        """The verdict; the control replaces its reward by a coin toss and keeps the metrics."""
         if self.options.reward == "judge":
             return output
         return JudgeOutput(reward=random.choice(COIN), metrics=output.metrics)
 
     def settings(self) -> dict[str, Any]:
-        """What differs from the settings that tune() writes: a tiny model's optimizer, and where things run."""
+        """Changes of the settings that tune() writes: a tiny model's optimizer, and devices."""
         options, tiny = self.options, not self.options.model
         engine: dict[str, Any] = {"seed": options.seed, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
         trainer: dict[str, Any] = {"seed": options.seed, "max_checkpoints_to_keep": 3}
@@ -73,7 +72,7 @@ class Experiment:
         else:
             engine |= {"enforce_eager": True, "single_process": True}
         if tiny or not options.gpu:
-            # Not a share that vLLM measures: it gives up where others on the same GPU free memory meanwhile.
+            # vLLM's measured share fails if others on the GPU free memory meanwhile
             engine |= {"kv_cache_memory_bytes": 256 << 20}
         if tiny:
             engine |= {"dtype": "float32", "enforce_eager": True, "api_servers": 1}
@@ -87,7 +86,7 @@ class Experiment:
         }
 
     def report(self, result: Any) -> None:
-        """Print the metrics before and after on held-out tasks, and keep all of it in `summary.json`."""
+        """Print the metrics before and after on held-out tasks, and write them to `summary.json`."""
         first, last = result.evaluations[0], result.evaluations[-1]
         print(f"{self.name}: {result.steps} steps, version {result.version}, {last.reward.count} held-out tasks")
         rows = {"reward": (first.reward.mean, last.reward.mean)}

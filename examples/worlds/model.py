@@ -1,4 +1,4 @@
-"""Makes a model for one world: a Qwen3 of any size, and a tokenizer that has learnt the words of the world's talk."""
+"""Makes a model for one world: a Qwen3 of any size, and a tokenizer of the world's words."""
 
 import random
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ _READ = 400
 
 
 def tokenizer(task: Task) -> PreTrainedTokenizerFast:
-    """Whole words of the world's talk, single digits, and bytes for all else."""
+    """Whole words of the world, single digits, and bytes for all else."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -67,12 +67,11 @@ def build(
 
 
 def parameters(model: Qwen3ForCausalLM) -> int:
-    """How many there are."""
     return sum(each.numel() for each in model.parameters())
 
 
 def _texts(task: Task) -> Iterator[str]:
-    """What is said in the world, so that each of its words becomes a token."""
+    """All texts of the world, so that each word becomes a token."""
     slip = random.Random("words")
     for tool in task.tools:
         yield from (tool["function"]["name"], *tool["function"]["parameters"]["properties"])

@@ -1,4 +1,4 @@
-"""A ReAct agent on the stock `openai` client, for where no agent framework is installed."""
+"""A ReAct agent on the stock `openai` client, without an agent framework."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ async def react(
     run_tool: RunTool,
     most_calls: int,
 ) -> list[Message]:
-    """Ask, run the tools that the model calls, and ask again, until it calls none: the whole conversation."""
+    """Ask, run the tools that the model calls, and repeat until it calls none; the whole conversation."""
     said = list(messages)
     for _ in range(most_calls):
         completion = await client.chat.completions.create(

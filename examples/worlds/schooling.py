@@ -1,4 +1,4 @@
-"""How a start model is taught; apart from what teaches, so that the examples import no torch."""
+"""Defines how a start model is taught, in a module without torch for the examples."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The tiny models that the examples start from: each is taught once for each seed, and kept."""
+"""The tiny start models of the examples: each is taught once per seed, and kept."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from examples.worlds.schooling import Schooling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beginner:
-    """What a world's start model is: its size, whether its head is tied to its embeddings, and how it is taught."""
+    """A world's start model: its size, whether its head is tied to its embeddings, and its schooling."""
 
     hidden: int
     layers: int
@@ -22,10 +22,10 @@ class Beginner:
 
 
 def start_model(task: Task, beginner: Beginner, folder: Path, *, seed: int, gpu: bool = False) -> Path:
-    """The Hugging Face folder of the start model; made if it is not there yet, which takes minutes on a CPU."""
+    """The Hugging Face folder of the start model, made if missing, in minutes on a CPU."""
     path = folder / f"{task.name}-{seed}"
     if not (path / "taught.json").exists():
-        # Torch takes seconds.
+        # importing torch takes seconds
         import torch
 
         from examples.sums.model import save
@@ -33,7 +33,7 @@ def start_model(task: Task, beginner: Beginner, folder: Path, *, seed: int, gpu:
         from examples.worlds.warmup import teach
 
         if not gpu:
-            torch.set_num_threads(beginner.threads)  # small matrices gain nothing by a second one
+            torch.set_num_threads(beginner.threads)  # small matrices gain nothing from a second thread
         words = models.tokenizer(task)
         size = {"hidden": beginner.hidden, "layers": beginner.layers}
         model = models.build(words, **size, is_tied=beginner.is_tied, seed=seed)
@@ -45,6 +45,6 @@ def start_model(task: Task, beginner: Beginner, folder: Path, *, seed: int, gpu:
         try:
             os.rename(staged, path)
         except OSError:
-            if not (path / "taught.json").exists():  # else somebody else was quicker
+            if not (path / "taught.json").exists():  # otherwise another process was faster
                 raise
     return path

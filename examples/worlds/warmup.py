@@ -1,6 +1,6 @@
-"""Teaches a model of this process what a world's teacher says: first the right things, then with the teacher's slips.
+"""Teaches a model of this process a world's dialogues: first correct ones, then with the teacher's slips.
 
-What comes of it is a start for reinforcement: a model that could do better than it does.
+The result is a start for reinforcement: a model that could do better than it does.
 """
 
 import random
@@ -28,12 +28,12 @@ _MOST_RUNS, _LOOK_STEPS, _MEASURED_RUNS = 4096, 20, 128
 def teach(
     task: Task, model: Qwen3ForCausalLM, words: PreTrainedTokenizerFast, schooling: Schooling, *, seed: int
 ) -> float:
-    """Train `model`, where it lies, on what the task's teacher says; the share of its runs that end right then."""
+    """Train `model` on the teacher's dialogues; the share of its runs that succeed afterwards."""
     chance = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=schooling.rate, betas=(0.9, 0.98), fused=True)
     step = 0
     for slips, steps in ((EARLY_SLIPS, schooling.early_steps), (1.0, schooling.late_steps)):
-        # Writing a lesson takes longer than learning it on a GPU, so most are learnt several times.
+        # on a GPU, writing a lesson takes longer than learning it, so most are repeated
         asked = chance.choices(task.questions(), k=min(_MOST_RUNS, steps * schooling.batch))
         runs = [lessons(task, words, each, chance if chance.random() < slips else None) for each in asked]
         for made in with_progress(range(1, steps + 1), f"teaching {task.name}, slips {slips:.0%}", step=1):
@@ -72,7 +72,7 @@ def learn(
 
 
 def lessons(task: Task, words: PreTrainedTokenizerFast, question: Any, slip: random.Random | None) -> list[Lesson]:
-    """The teacher's run as rows of tokens: a prompt that continues another is in the same row."""
+    """The teacher's run as rows of tokens; a prompt that continues another shares its row."""
     rows: list[tuple[list[int], list[bool]]] = []
     dialogue = task.dialogue(question)
     messages = next(dialogue)

@@ -141,8 +141,7 @@ class Targets:
         return Totals(int(self.mask_BR.sum()), rows, units, desirable, fresh)
 
 
-#: Targets and baselines after `prepare`.
-Prepared = tuple[Targets, Baselines]
+Prepared = tuple[Targets, Baselines]  # targets and baselines after `prepare`
 
 
 class Totals(NamedTuple):

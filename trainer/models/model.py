@@ -5,12 +5,13 @@ rows padded on the right, without a mask, since no real token sees the padding. 
 and compilation to their layers. Dimension suffixes are those of trainer/batches/batch.py.
 """
 
+import gc
 import inspect
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -319,6 +320,21 @@ def device_of(settings: Settings) -> torch.device:
     device = torch.device(f"cuda:{number + rank}")
     torch.cuda.set_device(device)  # for functions that use the current GPU
     return device
+
+
+@contextmanager
+def room_for_weights() -> Iterator[None]:
+    """Raise EnvironmentRefused if the GPU has no memory for what no smaller micro-batch reduces."""
+    gc.collect()  # a compiled layer references itself
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise EnvironmentRefused(
+            f"model.model_path: the GPU's memory has no room for the weights and optimisers: {reason}. Lower "
+            "explorer.rollout_model.gpu_memory_utilization if an engine shares it, raise trainer.workers, or train an"
+            " adapter: model.lora.rank"
+        ) from None
 
 
 def gpu_of(settings: Settings, *, gpus_here: int) -> int:

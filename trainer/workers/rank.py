@@ -14,8 +14,7 @@ from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.learner import Learner
 from tuneloop.trainer.loop import run
 from tuneloop.trainer.micro_batch import MicroBatch, checkpoint_activations, fit_to_memory, must_shard
-from tuneloop.trainer.models.model import device_of
-from tuneloop.trainer.models.room import room_for_weights
+from tuneloop.trainer.models.model import device_of, room_for_weights
 from tuneloop.trainer.parallel import (
     EndOrder,
     GatherOrder,

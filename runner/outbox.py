@@ -80,10 +80,7 @@ class _OpenFile:
         self._seed = zlib.crc32(self.id.encode())
 
     def append(self, payloads: Sequence[bytes]) -> int | None:
-        """Sync payloads to disk; the bytes written. None: the file was deleted, moved or changed, and has none of them.
-
-        Raises OSError: the file then accepts no more, and has none of them.
-        """
+        """Sync payloads; the bytes written. None, and for good after an OSError: the file has none of them."""
         data, number, written, size = bytearray(), self.number, 0, None
         for payload in payloads:
             number += 1

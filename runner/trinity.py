@@ -1,7 +1,4 @@
-"""Translates options of Trinity-RFT's files to ours, and lists those without effect.
-
-Services and tune() use this module; it handles mappings only, neither YAML nor settings.
-"""
+"""Translates options of Trinity-RFT's files to ours in mappings, for services and tune(), and lists unused ones."""
 
 import os
 import re
@@ -55,10 +52,7 @@ _REFERENCE = re.compile(r"\$\{(?P<name>[\w.]+)\}")
 
 
 def expand(values: Mapping[str, Any], read_scalar: Callable[[str], Any] = str) -> tuple[dict[str, Any], Unexpanded]:
-    """Expand `${oc.env:NAME}`, `${oc.env:NAME,default}` and `${an.option}`; other expressions stay, and are reported.
-
-    `read_scalar` converts a text that is a single variable.
-    """
+    """Expand `${oc.env:NAME[,default]}`, read by `read_scalar` if alone, and `${an.option}`; report what stays."""
     left: Unexpanded = []
 
     def walk(value: Any, at: Keys) -> Any:

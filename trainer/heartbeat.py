@@ -1,14 +1,10 @@
-"""Extends the epoch's leases during long steps, publications and waits, and detects work that stands still.
-
-Without it a busy trainer's leases would expire.
-"""
+"""Extends the epoch's leases, which a busy trainer would lose, and detects work that stands still."""
 
 import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -89,9 +85,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._done.set()
         self._thread.join(_PATIENCE_S)
 

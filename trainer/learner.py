@@ -383,10 +383,7 @@ def _updates_made(optimizers: Mapping[str, MasterAdamW]) -> int:
 
 
 def _constants(targets: Targets, *, sampled: bool) -> Metrics:
-    """For each constant of the step, a number that is finite if all values are.
-
-    A teacher may return -inf, and `sampled` log-probabilities are only checked if the method uses them.
-    """
+    """Sums that are finite if all values are, except a teacher's (-inf is valid) and unused `sampled` ones."""
     left_out = {"teacher_BR"} if sampled else {"teacher_BR", "sampled_BR"}
     names = [each.name for each in fields(targets) if each.name.endswith("_BR") and each.name not in left_out]
     found = {name: each for name in names if (each := getattr(targets, name)) is not None}

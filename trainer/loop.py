@@ -109,10 +109,7 @@ def _open_ledger(settings: Settings, ledger: Ledger, stop: Stop) -> bool:
 
 
 class TrainingLoop:
-    """One trainer under one epoch. `_now` is the current policy, the last of those in memory.
-
-    Only the current policy has rows or unpublished steps: policies change between two versions.
-    """
+    """One trainer under one epoch. Only the current policy `_now` has rows or unpublished steps."""
 
     def __init__(
         self,

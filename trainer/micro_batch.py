@@ -25,6 +25,7 @@ from tuneloop.shared.job_marks import TRAFFIC_S, traffic_stamp
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.batches.batch import Metrics
+from tuneloop.trainer.batches.rendered_lines import without_answer
 from tuneloop.trainer.learner import Learner, go_ahead, recompute
 from tuneloop.trainer.models.model import Actor, checkpoint_layers, device_of, is_checkpointing
 from tuneloop.trainer.stop import Stop
@@ -113,8 +114,7 @@ class _TrialEnded(TuneloopError):
 
 
 def _room(settings: Settings, free: int, total: int) -> int:
-    # A sleeping engine has freed most of its memory.
-    return min(free, room_for_trainer(settings, total))
+    return min(free, room_for_trainer(settings, total))  # a sleeping engine has freed most of its memory
 
 
 def must_shard(settings: Settings) -> bool:
@@ -160,8 +160,7 @@ class MicroBatch:
         if self._is_checkpointing:
             checkpoint_activations(learner)
         if learner.ranks.size > 1:
-            # Followers wait for an order without limit, but not for a pass.
-            learner.before_pass()
+            learner.before_pass()  # followers wait for an order without limit, but not for a pass
             learner.before_pass = go_ahead
         while True:
             learner.micro_batch_tokens = self.tokens
@@ -289,30 +288,21 @@ def _end_warm_up() -> None:
 
 
 def _made_up_rows(settings: Settings, tokens: int, vocabulary: int) -> list[Sample]:
-    """Pairs of a good and a bad reply, slightly too long for one pass.
-
-    The last row has another temperature, for which other functions are compiled.
-    """
+    """Pairs of replies, slightly too long for one pass; another temperature in the last compiles its functions too."""
     random, size = np.random.default_rng(0), settings.buffer.train_batch_size
     half = max(1, min(tokens // size // 2 + 1, (settings.model.max_model_len or tokens) // 2))
     count = max(size, tokens // (2 * half) + 1)
     count += count % 2
     return [
-        Sample(
-            id=number,
-            prompt_ids=random.integers(0, vocabulary, half, dtype=np.int32),
+        msgspec.structs.replace(
+            without_answer(random.integers(0, vocabulary, half, dtype=np.int32).tolist(), number),
             completion_ids=random.integers(0, vocabulary, half, dtype=np.int32),
             logprobs=np.full(half, -1.0, np.float32),
             reward=float(number % 2),
             temperature=1.0 if number < count - 1 else 0.5,
-            version_min=0,
-            version_max=0,
-            tenant="",
             task_id=str(number // 2),
             run_id=str(number),
             group_id=number // 2,
-            rewarded_at=0.0,
-            committed_at=0.0,
         )
         for number in range(count)
     ]

@@ -46,10 +46,7 @@ class LoadOrder(msgspec.Struct, frozen=True, tag="load"):
 
 
 class StepOrder(msgspec.Struct, frozen=True, tag="step"):
-    """Train on the samples in micro-batches of `tokens`. `halves`: rank 0 reduces them if memory runs out.
-
-    `checkpointing`: recompute activations, by setting or after memory ran out.
-    """
+    """Train on samples; `halves`: rank 0 may reduce `tokens` per pass; `checkpointing`: recompute activations."""
 
     samples: list[Sample]
     version: int | None
@@ -102,8 +99,7 @@ class SequenceGroup:
     def __init__(self, members: Sequence[int], group: "dist.ProcessGroup", device: torch.device) -> None:
         self.place, self.size = members.index(dist.get_rank()), len(members)
         self._group = group
-        # Makes NCCL allocate its memory now, while there is some.
-        self.exchange(torch.zeros(self.size, device=device))
+        self.exchange(torch.zeros(self.size, device=device))  # makes NCCL allocate its memory now, while there is some
 
     def exchange(self, sent: Tensor) -> Tensor:
         """Send each member its part of the first dimension; the parts received, in rank order."""
@@ -170,10 +166,7 @@ ALONE = Ranks()
 
 
 class JoinedRanks(Ranks):
-    """One of several ranks, after torch.distributed is initialised; `together` consecutive ranks share rows.
-
-    Gradients are on `device`.
-    """
+    """One of several ranks, after torch.distributed is initialised; `together` consecutive ranks share rows."""
 
     shards = True  # whether trained models are sharded if possible
 
@@ -181,8 +174,7 @@ class JoinedRanks(Ranks):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._orders = dist.new_group(backend="gloo", timeout=_QUIET)
         self._mesh = init_device_mesh(device.type, (self.size,))
-        # Makes NCCL allocate its memory now, while there is some.
-        dist.all_reduce(torch.zeros(1, device=device))
+        dist.all_reduce(torch.zeros(1, device=device))  # makes NCCL allocate its memory now, while there is some
         if self.size % together:
             raise EnvironmentRefused(
                 f"trainer.ulysses_sequence_parallel_size: {together} workers share each row, and there are {self.size}"

@@ -24,10 +24,7 @@ class Stop(Protocol):
 
 
 class SignalStop:
-    """Set for good by the first of the signals `numbers`, or by `set`. Create one per process, in the main thread.
-
-    `answer` goes to the error stream at once if the first signal is Ctrl-C.
-    """
+    """Set for good by a signal of `numbers` or by `set`; `answer` is printed at Ctrl-C. For the main thread."""
 
     def __init__(self, *numbers: signal.Signals, answer: str = "") -> None:
         self._set = False

@@ -114,10 +114,7 @@ class ABFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ABReport:
-    """The result of an A/B test: `figures` by metric, with `reward` and `latency_s`; `failures` by version.
-
-    All measurements of one key, such as a user, are one unit.
-    """
+    """An A/B test's result: `figures` by metric, `failures` by version; all measurements of one key are one unit."""
 
     figures: Mapping[str, ABFigure]
     keys: Mapping[AB, int]

@@ -70,10 +70,7 @@ def arrange(
 
 
 class HumanPreferenceCollector:
-    """Asks a service for pairs and sends the choices. Raises ServiceRefused.
-
-    `url` is the service's, without /v1; `source` names the person.
-    """
+    """Asks a service (`url` without /v1) for pairs, and sends a person's choices as `source`. Raises ServiceRefused."""
 
     def __init__(self, url: str, *, api_key: str | None = None, source: str | None = None, seed: int = 0) -> None:
         self._url = url.rstrip("/")

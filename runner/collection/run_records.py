@@ -138,10 +138,7 @@ _loops: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def run_in_own_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Run in this process's one background loop, to which agents' connections stay bound.
-
-    Raises RuntimeError in a running event loop.
-    """
+    """Run in this process's background loop, to which agents' connections stay bound. Raises RuntimeError in a loop."""
     if running_loop():
         coroutine.close()
         raise RuntimeError("an event loop runs in this thread: await the method that ends in _async")

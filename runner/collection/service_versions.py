@@ -1,7 +1,6 @@
 """Lists, compares, promotes, rolls back and pins the versions of a service."""
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -114,9 +113,7 @@ class VersionsClient:
     def __enter__(self) -> "VersionsClient":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _in_state(self, state: str) -> int | None:

@@ -237,10 +237,7 @@ class AsyncFeedback(FeedbackVerbs[Awaitable[Receipt]], _Client):
 
 @cache
 def _import_ahead() -> None:
-    """Import what httpx and the idna codec load lazily, and read the certificates.
-
-    A child that is forked during an import in another thread keeps a partial module.
-    """
+    """Import what httpx and idna load lazily: a child forked during another thread's import keeps a partial module."""
     "".encode("idna")
     httpx.Client(verify=tls_context()).close()
 

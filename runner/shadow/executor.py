@@ -90,10 +90,7 @@ class ShadowCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowRun(Run):
-    """A shadow agent's run, with the model's name; `base_url` and `api_key` bind any client to it.
-
-    `tools` are the app's, bound to the run in any thread: they write nothing.
-    """
+    """A shadow agent's run and its model's name; `tools` are the app's, bound to the run, and write nothing."""
 
     model: str
     tools: RunTools = field(default_factory=lambda: RunTools({}, Replay(())), compare=False, repr=False)
@@ -207,11 +204,7 @@ class ShadowExecutor:
         return reward
 
     async def _within_time(self, kind: str, work: Any) -> tuple[Any] | None:
-        """The result, or None after a failure or the timeout.
-
-        Work that cannot be cancelled, such as a thread, keeps its place until it ends, which bounds the number of
-        threads.
-        """
+        """The result, or None. Work that cannot be cancelled keeps its place until it ends, which bounds threads."""
         task = asyncio.ensure_future(work)
         done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
         if not done:

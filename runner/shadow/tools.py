@@ -84,10 +84,7 @@ class ShadowTools:
     def tool(
         self, function: Callable[..., Any] | None = None, *, read_only: bool = False, name: str | None = None
     ) -> Any:
-        """Wrap a sync or async function, also as a decorator. `read_only` tools may run in shadow runs.
-
-        Raises TypeError for a generator, whose result cannot be recorded.
-        """
+        """Wrap or decorate a function; `read_only` ones may run in shadow runs. Raises TypeError for generators."""
 
         def wrap(function: Callable[..., Any]) -> Any:
             named = name or str(getattr(function, "__name__", type(function).__name__))

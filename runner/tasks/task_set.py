@@ -237,11 +237,7 @@ class Deduplicated:
 def deduplicate(
     tasks: Iterable[ImportedTask], *, near: float | None = 0.8, against: Iterable[ImportedTask] = ()
 ) -> Deduplicated:
-    """Drop tasks that repeat an earlier one, or one of `against`.
-
-    Texts are near duplicates from a Jaccard index of shingles of `near` on (None: never), for both the question and its
-    context.
-    """
+    """Drop repetitions, also of `against`; `near` is the least Jaccard index of question and context (None: exact)."""
     if near is not None and not 0 < near <= 1:
         raise ValueError(f"near: {near} must be above 0 and at most 1, or None")
     earlier, later = [_Text(each) for each in against], [_Text(each) for each in tasks]

@@ -184,11 +184,7 @@ class Member:
 
 
 class Attempts:
-    """Makes runs.
-
-    `services` train, by model name, the main model first. `model_for(name, run)` makes the client of model `name`;
-    `others` go to the workflow unchanged.
-    """
+    """Makes runs with clients of `model_for(name, run)`; `services` train, the main model first; `others` pass on."""
 
     def __init__(
         self,
@@ -266,8 +262,7 @@ class Attempts:
             if not abs(rewards[name]) <= MAX_REWARD:
                 sentence = f"the reward is {rewards[name]}, not within ±{MAX_REWARD:g}"
                 raise RunFailed(FailureKind.BAD_REWARD, sentence)
-        # Metrics that are not numbers within range are dropped.
-        found = {}
+        found = {}  # metrics that are not numbers within range are dropped
         for name, value in metrics.items():
             try:
                 number = float(value)

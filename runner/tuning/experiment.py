@@ -176,10 +176,7 @@ class RunResult:
 
 @dataclass(slots=True)
 class JournalState:
-    """The journal's content: runs by position and member, and their delivery.
-
-    `committed` has the number of tasks by step; `committing` the versions before the commit, by step and model.
-    """
+    """The journal's content; `committed` counts tasks by step, `committing` has models' versions before a commit."""
 
     header: dict[str, Any] | None = None
     lives: int = 0

@@ -16,7 +16,6 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -87,9 +86,7 @@ class ServiceClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
 
     async def until_reached(self, timeout_s: float) -> None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Protocol, Self
 
 from tuneloop.runner.collection.figures import mean_of
@@ -92,9 +91,7 @@ class RunnerCurves:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._writer.close()
 
     def step(self, report: StepReport) -> None:

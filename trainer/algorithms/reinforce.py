@@ -61,8 +61,7 @@ def _baseline(options: Options, scores_C: Tensor, tasks: list[str], baselines: B
     found = torch.full_like(scores_C, mean)
     for number, name in enumerate(tasks):
         if task := baselines.get(name):
-            # Shrunk towards the overall mean by one batch of weight.
-            batches = task.weight / (1 - options.decay)
+            batches = task.weight / (1 - options.decay)  # shrunk towards the overall mean by one batch of weight
             found[number] = (batches * mean_of(task) + mean) / (batches + 1)
     return found
 

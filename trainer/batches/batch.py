@@ -364,10 +364,7 @@ class Rows:
         return self.ids_BT.numel()
 
     def part(self, place: int, count: int) -> tuple["Rows", slice]:
-        """Part `place` of `count` equal parts of a packed row, and its slice of the reply tokens.
-
-        `lengths` stay the whole row's, with a dummy sequence for the padding.
-        """
+        """Part `place` of `count` equal parts of a row, padded by a sequence in `lengths`, and its reply tokens."""
         missing = -self.processed % count
         ids_T = torch.nn.functional.pad(self.ids_BT[0], (0, missing))
         positions_T = torch.cat([self.positions_BT[0], torch.arange(missing)])

@@ -60,10 +60,7 @@ class _Marks(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    """The template's text around an answer: from the prompt's end to the answer's text, and after it.
-
-    `end`: the token that ends the turn, None if unknown.
-    """
+    """The template's text between the prompt and the answer's text, after it, and the turn's end token, if known."""
 
     lead: str
     rest: str

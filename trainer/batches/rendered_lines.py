@@ -182,10 +182,7 @@ def without_answer(prompt: Sequence[int], number: int = 0) -> Sample:
 
 
 class MixedFile:
-    """Rows of a file that are trained beside each step's, as `algorithm.mix` says.
-
-    The step's number and `trainer.seed` determine the rows; each row is used once before any repeats.
-    """
+    """Rows of `algorithm.mix` by step number and `trainer.seed`; each is used once before any repeats."""
 
     def __init__(self, rows: list[Sample], *, count: int, share: float, seed: int) -> None:
         """`share` is the weight of the rows' loss; the others have 1 - `share`."""

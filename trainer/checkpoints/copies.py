@@ -1,7 +1,4 @@
-"""Copies a learner between two steps, to be written during the next ones.
-
-A GPU copies asynchronously: only the next update, which changes the tensors, waits for the end.
-"""
+"""Copies a learner between two steps, asynchronously on a GPU, where only the next update waits for the end."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -97,10 +94,7 @@ _SLACK = 0.25  # share of a copy's size that must stay free beside it
 
 
 class MemoryCopies(Generic[T]):
-    """Copies in main memory, one at a time; those of a GPU are pinned and overwritten by the next.
-
-    `size_of` is the size of a copy in bytes, `copy` fills the given memory.
-    """
+    """Copies in main memory, one at a time, made by `copy` in `size_of` bytes; a GPU's are pinned and reused."""
 
     def __init__(self, size_of: Callable[[Learner], int], copy: Callable[[Learner, Room], T]) -> None:
         self._size_of, self._copy = size_of, copy

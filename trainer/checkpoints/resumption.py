@@ -177,10 +177,7 @@ class PublishedVersion(NamedTuple):
 
 
 class StateToWrite(NamedTuple):
-    """A state to write after a version. `state` None: the writer is busy, or there is no room.
-
-    `is_live`: the learner's own tensors, which its next step changes.
-    """
+    """A state to write after a version (None: no room, or busy); `is_live`: the learner's tensors, not a copy."""
 
     state: CapturedState | None
     size: int

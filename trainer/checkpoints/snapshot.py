@@ -294,8 +294,7 @@ def resume(
         kept_states = {"actor": state, "critic": state if kept_critic else None}
         for name, optimizer in learner.optimizers.items():
             if (there := kept_states[name]) and (file := there / TRAINER_STATE / f"{name}.safetensors").exists():
-                # Masters older than the weights would replace them.
-                masters = name != "actor" or state == folder
+                masters = name != "actor" or state == folder  # masters older than the weights would replace them
                 optimizer.restore(updates=updates[name], kept=KeptTensors(file), masters=masters)
     return learner
 

@@ -43,10 +43,7 @@ class EightBitAdamW:
         weight_decay: float,
         compiled: bool = False,
     ) -> None:
-        """`parameters` may be parts of larger ones, mapped to their offset there.
-
-        With `compiled`, one kernel updates a parameter on a GPU, instead of forty per chunk.
-        """
+        """`parameters` map parts to offsets in the whole; `compiled` uses one GPU kernel instead of forty per chunk."""
         self._starts, self._compiled = parameters, compiled
         self.param_groups: list[dict[str, Any]] = [
             {"params": list(parameters), "lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": 1e-8}
@@ -122,8 +119,7 @@ def encode_moment(state: Mapping[str, Tensor], name: str, moment: Tensor) -> Non
 
 def _update_part(weights: Tensor, gradient: Tensor, state: dict[str, Tensor], step: _Step) -> None:
     one, two = step.betas
-    # Dither from 0 to 1 by place.
-    places = torch.arange(step.start, step.start + len(weights), device=weights.device)
+    places = torch.arange(step.start, step.start + len(weights), device=weights.device)  # dither from 0 to 1 by place
     mixed = (places * _BY_PLACE + step.updates * _BY_UPDATE) & 0xFFFFFFFF
     dither = (mixed >> 8).float() / (1 << 24)
     first = _first(state) * one + gradient * (1 - one)

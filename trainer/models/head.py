@@ -30,8 +30,7 @@ def compile_if(function: _F, *, wanted: bool) -> _F:
     return _compile_once(function) if wanted else function
 
 
-# Reply tokens whose logits exist at a time: in float32, 1.2 GiB for a vocabulary of 150 000.
-CHUNK = 2048
+CHUNK = 2048  # reply tokens whose logits exist at a time: in float32, 1.2 GiB for a vocabulary of 150 000
 IMPOSSIBLE = -1e30  # the logit of a forbidden token: its probability underflows to 0
 
 

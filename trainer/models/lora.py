@@ -86,11 +86,7 @@ class Adapter:
 
 
 class AdaptedActor(Actor):
-    """The base model and an adapter.
-
-    Critic and reference are separate networks around the same base weights, so that no call, nor its recomputation in a
-    backward pass, uses another's adapter.
-    """
+    """The base model and an adapter; critic and reference are separate networks on its weights, without the adapter."""
 
     def __init__(self, settings: Settings, network: PreTrainedModel, folder: Path) -> None:
         super().__init__(network, compiled=is_compiling(settings.trainer.compile, network.device))

@@ -71,8 +71,7 @@ def is_compiling(wanted: bool | None, device: torch.device) -> bool:
     if not any(shutil.which(name) for name in compilers):
         _log.warning("not_compiled", reason="there is no C compiler; with gcc a step takes two thirds of the time")
         return False
-    # A layer that torch cannot compile runs uncompiled.
-    torch._dynamo.config.suppress_errors = True
+    torch._dynamo.config.suppress_errors = True  # a layer that torch cannot compile runs uncompiled
     return True
 
 
@@ -115,8 +114,7 @@ class Actor:
         self.is_compiled = compiled
         self._body: nn.Module = network.base_model
         self._head = cast(nn.Module, cast(Any, network).get_output_embeddings())
-        # Whether the logits are the head's output on the body: some models scale or cap them.
-        self._head_is_all = False
+        self._head_is_all = False  # whether the logits are the head's output on the body: some models scale or cap them
         if self._body is not network:
             ids_BT = torch.arange(min(8, self.vocabulary), device=network.device)[None]
 

@@ -59,10 +59,7 @@ class _Int8(NamedTuple):
 
 
 class _NF4Codes(NamedTuple):
-    """Two codes per byte; a byte per block for its scale; the offset and step of each group of blocks.
-
-    `table` maps a byte to its two numbers.
-    """
+    """Two codes per byte, a scale per block, each group's offset and step; `table` maps a byte to its two numbers."""
 
     qweight: Tensor
     scales: Tensor
@@ -92,10 +89,7 @@ _KINDS: dict[int, type[_Int8] | type[_NF4Codes]] = {8: _Int8, 4: _NF4Codes}
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with a frozen weight in codes, and no parameter `weight`.
-
-    While set, `exact` returns the original weight in each pass.
-    """
+    """A linear layer with a frozen weight in codes, without `weight`; `exact`, if set, returns the original weight."""
 
     def __init__(self, linear: nn.Linear, bits: int, device: torch.device, *, compiled: bool = False) -> None:
         nn.Module.__init__(self)
@@ -135,10 +129,7 @@ class QuantizedLinear(nn.Linear):
 def _product(
     input: Tensor, codes: list[Tensor], bits: int, outputs: int, inputs: int, transposed: bool, compiled: bool
 ) -> Tensor:
-    """The product with a decoded weight of shape OI.
-
-    A single operation, so that compilation does not keep decoded weights for the backward pass.
-    """
+    """The product with a decoded weight, as one operation: compilation keeps no decoded weight for a backward pass."""
     decode = compile_if(_decode, wanted=compiled)
     weight_OI = decode(bits, codes, (outputs, inputs), input.dtype)
     return input @ weight_OI if transposed else nn.functional.linear(input, weight_OI)

@@ -39,11 +39,9 @@ _LEAST_FALL = 0.05  # smaller falls, as a share of the reward, do not count
 NOT_LEARNING = Code.NOT_LEARNING.value  # the alarm's name, and its code in the diagnosis
 OF_EVALUATIONS = frozenset({"reward_hack", "degraded"})  # alarms that compare evaluations
 
-# Windows kept before the compared ones: a trainer may go back some steps.
-_WINDOWS_OF_ROOM = 3
+_WINDOWS_OF_ROOM = 3  # windows kept before the compared ones: a trainer may go back some steps
 
-# Fewest steps of a comparison: fewer batches differ by chance.
-_JUMP = 5
+_JUMP = 5  # fewest steps of a comparison: fewer batches differ by chance
 
 
 class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,10 +53,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules' input, oldest first. `raised` are the open alarms with their steps.
-
-    `tasks` is the fingerprint of the evaluated tasks; None: unknown.
-    """
+    """The rules' input, oldest first; `raised` maps open alarms to steps, `tasks` is the tasks' fingerprint."""
 
     series: dict[str, list[tuple[int, float]]] = {}
     scores: list[EvaluationPoint] = []

@@ -157,8 +157,7 @@ class Rejections:
             return
         _log.warning("training_goes_back", version=version, to=to, state=state, by=by, reason=reason)
         served, before = self._versions.champion().version, self._served
-        # Administrators' rejections are deliberate.
-        is_counted = state == VersionAction.REJECTED and by == "explorer"
+        is_counted = state == VersionAction.REJECTED and by == "explorer"  # administrators' rejections are deliberate
         self._count, self._served = (0 if served > before else self._count) + is_counted, served
         if self._count >= _MOST_REJECTED:
             why = f"{self._count} versions in a row were rejected, the last because {reason}; training has stopped, so"
@@ -182,8 +181,7 @@ class Rejections:
 #: Starts of tool calls in text that no parser could read.
 CALL_MARKS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=")
 
-# Fewest replies for a share.
-_ENOUGH = 16
+_ENOUGH = 16  # fewest replies for a share
 
 
 def signals(replies: Sequence[ReplyExcerpt], refusals: Sequence[re.Pattern[str]]) -> dict[str, float]:

@@ -1,7 +1,4 @@
-"""The teacher of `distill`, a local model or an endpoint, and retries for a teacher that does not answer.
-
-The teacher must have the trained model's tokenizer: requests are token ids.
-"""
+"""The teacher of `distill`, a local model or an endpoint with the trained model's tokenizer, and its retries."""
 
 import json
 import math
@@ -261,10 +258,7 @@ class Teacher(Protocol):
         """Raise EnvironmentRefused if it cannot teach this model, TeacherAway if it does not answer."""
 
     def score(self, sequences: Sequence[TokenSequence], *, tokens: int | None = None) -> Tensor:
-        """Log-probabilities at temperature 1 of the action tokens, float32 of shape BR, 0 elsewhere.
-
-        `tokens`: tokens per pass of a local model; None: by the settings.
-        """
+        """Log-probabilities of action tokens at temperature 1, of shape BR; `tokens` per pass, None: the settings'."""
         ...
 
     def reply(self, samples: Sequence[Sample]) -> list[Sample]:

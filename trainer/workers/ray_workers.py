@@ -204,10 +204,7 @@ def work(given: dict[str, Any]) -> None:
 
 @contextmanager
 def _rendezvous(*, is_local: bool) -> Iterator[None]:
-    """Set the environment by which a cluster's workers find each other.
-
-    On one machine it is a file, since a port would be open to others.
-    """
+    """Set the environment by which workers find each other: locally a file, since a port would be open to others."""
     import ray
     from ray.train.collective import broadcast_from_rank_zero
 

@@ -68,14 +68,14 @@ def _train(settings: Settings, stop: Stop) -> None:
     alone = RENDEZVOUS_VARIABLE not in os.environ
     if alone:
         log_placement(settings)
-    run, take_part = _import_training()
+    run, train_as_worker = _import_training()
     if stop.is_set() and alone:
         return
     with disk_errors_as_refusals(settings):
         if alone:
             run(settings, stop)
         else:
-            take_part(settings, stop)
+            train_as_worker(settings, stop)
 
 
 def _import_training() -> tuple[Callable[[Settings, Stop], None], Callable[[Settings, Stop], None]]:
@@ -87,7 +87,7 @@ def _import_training() -> tuple[Callable[[Settings, Stop], None], Callable[[Sett
     gc.disable()
     try:
         from tuneloop.trainer.loop import run
-        from tuneloop.trainer.workers.rank import take_part
+        from tuneloop.trainer.workers.rank import train_as_worker
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in {"torch", "transformers", "safetensors"}:
             raise
@@ -97,7 +97,7 @@ def _import_training() -> tuple[Callable[[Settings, Stop], None], Callable[[Sett
     finally:
         gc.freeze()
         gc.enable()
-    return run, take_part
+    return run, train_as_worker
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from tuneloop.shared.ledger.training.file_rows import ENDPOINT, FileChunk, FileR
 from tuneloop.shared.ledger.training.training import WaitingRows
 from tuneloop.shared.privacy.redactor import Redactor
 from tuneloop.shared.settings.settings import Settings
-from tuneloop.trainer.batches.rendered_lines import LineLeftOut, held_out, learnt_of, render
+from tuneloop.trainer.batches.rendered_lines import LineSkipped, answers_in, held_out, render
 from tuneloop.trainer.learner import held_out_loss
 from tuneloop.trainer.policies import PolicyTraining
 
@@ -116,8 +116,8 @@ class FileJobs:
         tokens, left_out = 0, defaultdict[str, list[int]](list)
         for line in index.read(order.tolist(), job.method):
             try:
-                learnt = [(each, render(each, line.tools, chosen)) for each in learnt_of(line)]
-            except LineLeftOut as error:
+                learnt = [(each, render(each, line.tools, chosen)) for each in answers_in(line)]
+            except LineSkipped as error:
                 left_out[re.sub(r"\d+ tokens", "more tokens", str(error))].append(line.number)
                 continue
             for at, (each, answers) in enumerate(learnt):
@@ -231,8 +231,8 @@ class FileJobs:
         def rows() -> Iterator[Sample]:  # pairs are adjacent
             numbers, file = count(), self._settings.job_dir / FILES / str(job.validation_file)
             for line in read_lines(file, job.method):
-                for learnt in learnt_of(line):
-                    with suppress(LineLeftOut):
+                for learnt in answers_in(line):
+                    with suppress(LineSkipped):
                         yield from (held_out(each, next(numbers)) for each in render(learnt, line.tools, now.settings))
 
         total, weight = 0.0, 0

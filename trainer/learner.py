@@ -84,8 +84,8 @@ class Learner:
         #: Tokens per pass, and a function that reduces them when memory runs out within a step.
         self.micro_batch_tokens = settings.trainer.tokens_at_once
         self.smaller: Callable[[], int] | None = None
-        self.before_pass: Callable[[], None] = go_ahead
-        self.before_update: Callable[[], None] = go_ahead
+        self.before_pass: Callable[[], None] = do_nothing
+        self.before_update: Callable[[], None] = do_nothing
         self._longest = settings.model.max_model_len or actor.longest
         self._most_tokens, self._device = settings.model.max_response_tokens, actor.network.device
 
@@ -316,7 +316,7 @@ class Learner:
             yield
 
 
-def go_ahead() -> None:
+def do_nothing() -> None:
     """The default callback: does nothing."""
 
 

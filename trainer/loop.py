@@ -268,7 +268,7 @@ class TrainingLoop:
             if leased := self._ledger.training.lease(self._epoch, size, rules):
                 self._publisher.states.catch_up(self._now.learner, self._now.steps.parent)
                 began = time.monotonic()
-                self._now.leave()
+                self._now.release_gpu()
                 if self._policies.enter(policy):
                     self._now.rows.ahead = leased
                     _log.info("policy_switch", policy=policy.name, seconds=round(time.monotonic() - began, 3))
@@ -283,8 +283,7 @@ class TrainingLoop:
             if not now.steps.count:
                 now.gate.evaluate(now.learner, now.steps.parent)
             # A starting engine counts others' use of its GPU as its own. Rows come from a running one.
-            begun = self._committed != now.committed_before or not shares_gpu(self._settings)
-            if now.is_cold and begun:
+            if now.is_cold and (self._committed != now.committed_before or not shares_gpu(self._settings)):
                 now.is_cold = False
                 return now.micro_batch.warm_up(now.learner)
             return self._pause()

@@ -26,7 +26,7 @@ from tuneloop.shared.settings.settings import Settings
 from tuneloop.trainer.algorithms import ALGORITHMS
 from tuneloop.trainer.batches.batch import Metrics
 from tuneloop.trainer.batches.rendered_lines import without_answer
-from tuneloop.trainer.learner import Learner, go_ahead, recompute
+from tuneloop.trainer.learner import Learner, do_nothing, recompute
 from tuneloop.trainer.models.model import Actor, checkpoint_layers, device_of, is_checkpointing
 from tuneloop.trainer.stop import Stop
 
@@ -161,7 +161,7 @@ class MicroBatch:
             checkpoint_activations(learner)
         if learner.ranks.size > 1:
             learner.before_pass()  # followers wait for an order without limit, but not for a pass
-            learner.before_pass = go_ahead
+            learner.before_pass = do_nothing
         while True:
             learner.micro_batch_tokens = self.tokens
             try:
@@ -172,13 +172,13 @@ class MicroBatch:
                 yielded = {} if self._yielding is None else {"time/yielded": self._yielding.take_seconds()}
                 return metrics | yielded | {"perf/memory_peak": most / GIB}
             except RankOutOfMemory:
-                self.take_less(learner, samples)
+                self.reduce_memory(learner, samples)
                 raise
             except torch.OutOfMemoryError:
                 pass  # its traceback references the tensors
             self._shrink(ref(learner))
 
-    def take_less(self, learner: Learner, samples: Sequence[Sample]) -> None:
+    def reduce_memory(self, learner: Learner, samples: Sequence[Sample]) -> None:
         """Reduce memory below these samples' need for the restart of all ranks. Raises EnvironmentRefused."""
         self._samples = samples
         if self._settings.trainer.activation_checkpointing is None and checkpoint_activations(learner):
@@ -203,7 +203,7 @@ class MicroBatch:
         except (TuneloopError, torch.OutOfMemoryError) as error:  # the first step compiles, and reports it
             _log.warning("step_not_warmed_up", reason=str(error))
         finally:
-            learner.before_update = go_ahead
+            learner.before_update = do_nothing
 
     def recompute(self, learner: Learner, actor: Actor, samples: Sequence[Sample]) -> list[Float32s]:
         """`learner.recompute` in micro-batches that fit."""

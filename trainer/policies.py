@@ -42,7 +42,7 @@ from tuneloop.shared.settings.policies import settings_of_policy
 from tuneloop.shared.settings.settings import Settings
 from tuneloop.shared.telemetry.trackers import CurveWriter, open_curves
 from tuneloop.trainer.batches.batch import Metrics, of_samples
-from tuneloop.trainer.batches.rendered_lines import MixedFile, with_tokens
+from tuneloop.trainer.batches.rendered_lines import MixedFile, with_token_ids
 from tuneloop.trainer.batches.selection import Refused, comparable
 from tuneloop.trainer.checkpoints import snapshot
 from tuneloop.trainer.checkpoints.copies import PinnedBuffers
@@ -188,7 +188,7 @@ class LeasedRows:
             bare = [each.msg_id for each in leased if not len(each.completion_ids)]
             unwritten: Refused = {}
             if bare:  # imported as text
-                leased, unwritten = with_tokens(leased, self._files.find_texts(bare), self._settings)
+                leased, unwritten = with_token_ids(leased, self._files.find_texts(bare), self._settings)
             kept, refused = self._recomputation.select(leased, learner, version=version)
             self.held += kept
             for reason, samples in (refused | unwritten).items():
@@ -203,7 +203,7 @@ class LeasedRows:
         self._training.drop(self._epoch, [sample.id for sample in samples], reason)
         _log.warning("experiences_dropped", count=len(samples), reason=reason, step=step)
 
-    def take_back(self, samples: list[Sample], *, step: int) -> None:
+    def keep_rest(self, samples: list[Sample], *, step: int) -> None:
         """Keep the rest of a batch of which some were dropped, without groups that have nothing to compare."""
         rules, algorithm = self._rules, self._settings.algorithm
         self.held, refused = comparable(samples, algorithm, group_by=rules.group_by, least_runs=rules.least_runs)
@@ -313,12 +313,12 @@ class PolicyTraining:
         _log.warning("kl_to_base", sentence=f"the divergence is measured from the base model: {why}")
         return None
 
-    def leave(self) -> None:
+    def release_gpu(self) -> None:
         """Release the GPU for another policy; no step may be unpublished."""
         if tensors := [each for each in self.learner.tensors() if each.is_cuda]:
             self._away = MovedTensors(tensors, self._room.empty())
 
-    def come_back(self) -> None:
+    def return_to_gpu(self) -> None:
         """Return to the GPU. Raises EnvironmentRefused without memory."""
         if self._away is not None:
             try:
@@ -341,8 +341,7 @@ class PolicyTraining:
             labelled = self.teacher.label(batch)
             learnt = self.micro_batch.step(self.learner, labelled, version=self.steps.exact_version)
         except (TeacherAway, SamplesRefused) as error:
-            left = self.teacher.requeue(batch, error, drop=drop)
-            self.rows.take_back(left, step=self.learner.steps)
+            self.rows.keep_rest(self.teacher.requeue(batch, error, drop=drop), step=self.learner.steps)
             return False
         except NotFinite as error:
             drop(batch, f"the step was not finite: {error}")
@@ -364,8 +363,7 @@ class PolicyTraining:
         self.curves.add(self.learner.steps, learnt)
         step, version = self.learner.steps, self.steps.parent
         if learnt.get("critic/advantages/zero") == 1:
-            reason = "all advantages of the batch are 0 or masked"
-            _log.warning("nothing_to_learn", step=step, reason=reason)
+            _log.warning("nothing_to_learn", step=step, reason="all advantages of the batch are 0 or masked")
         seconds = round(learnt["time/train_step"], 3)
         _log.info("step", step=step, version=version, reward=learnt["critic/rewards/mean"], seconds=seconds)
         self._parts.spans.send_step(step, batch, started=started)
@@ -443,13 +441,13 @@ class PoliciesInMemory:
             if there is None:
                 there = self._open(policy)
             else:
-                there.come_back()
+                there.return_to_gpu()
         except (PolicyRefused, SettingsError, EnvironmentRefused) as error:
             self._pause_and_leave(policy, error)
             return False
         except LedgerError:
             if self._in_memory:
-                self.now.come_back()
+                self.now.return_to_gpu()
             raise
         self._in_memory.pop(policy.id, None)
         self._in_memory[policy.id] = there
@@ -502,8 +500,7 @@ class PoliciesInMemory:
         of_file = job if job is not None and job.method != "reinforcement" else None
         opened = PolicyTraining(policy, chosen, self._parts, of_file)
         newest = opened.ledger.versions.newest()
-        state = _state_of(newest, opened.ledger, self._parts.store)
-        opened.resume(newest, state, self._base)
+        opened.resume(newest, _state_of(newest, opened.ledger, self._parts.store), self._base)
         if self._parts.ranks.size == 1 and self._base is None:
             self._base = opened.learner.actor.base()
         return opened

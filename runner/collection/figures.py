@@ -226,8 +226,7 @@ class ABTest:
                 thumbs = all(value in (0.0, 1.0) for of_key in a + b for value in of_key)
                 means = [[fmean(of_key) for of_key in side] for side in (a, b)]
                 first, second = (mean_of(side, shares=thumbs) for side in means)
-                difference = difference_of(*means, shares=thumbs)
-                figures[name] = ABFigure(a=first, b=second, difference=difference)
+                figures[name] = ABFigure(a=first, b=second, difference=difference_of(*means, shares=thumbs))
             keys: dict[AB, int] = {"a": len(self._seen["a"]), "b": len(self._seen["b"])}
             return ABReport(figures=figures, keys=keys, failures=dict(self._failures))
 

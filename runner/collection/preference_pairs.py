@@ -84,8 +84,7 @@ class HumanPreferenceCollector:
         answers = []
         for version in versions:
             request = {**body, "model": f"{model}@{version}", "messages": turns}
-            completion = self._ask("POST", "/v1/chat/completions", request)
-            answers.append(_answer(completion, str(version)))
+            answers.append(_answer(self._ask("POST", "/v1/chat/completions", request), str(version)))
         return arrange(turns, answers[0], answers[1], seed=self._seed)
 
     def pair_of(self, a: str, b: str) -> BlindPair:

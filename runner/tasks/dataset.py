@@ -234,8 +234,7 @@ def splits_of(folder: Path) -> dict[str, list[Path]]:
 
 def _stem(file: Path) -> str:
     """The split in a file's name: `train` of train-00000-of-00002.parquet."""
-    stem = file.name.partition(".")[0]
-    return re.split(rf"[{_AFTER_SPLIT}]\d", stem)[0]
+    return re.split(rf"[{_AFTER_SPLIT}]\d", file.name.partition(".")[0])[0]
 
 
 def _suffix(file: Path) -> str | None:

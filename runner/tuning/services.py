@@ -128,10 +128,10 @@ class ServiceClient:
         draft = {"name": self.policy, "options": dict(options)}
         made = await self._patiently(lambda: self._http.post("/admin/policies", json=draft), also={401, 403, 404})
         if not made.is_success:
-            said = " ".join(f"--option {name}={value}" for name, value in options.items())
+            flags = " ".join(f"--option {name}={value}" for name, value in options.items())
             raise TuneRefused(
                 f"the service at {self.url} has no policy {self.policy}, and makes none for this api_key: give that of"
-                f" an administrator, or make it there by tuneloop policies create {self.policy} {said}"
+                f" an administrator, or make it there by tuneloop policies create {self.policy} {flags}"
             )
         return True
 
@@ -185,7 +185,7 @@ class ServiceClient:
     ) -> httpx.Response:
         """Retry until success or a status in `also`. Raises TuneFailed, ServiceAway."""
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
-        since, pause_s, said = time.monotonic(), _PAUSE_S, ""
+        since, pause_s, reported = time.monotonic(), _PAUSE_S, ""
         while True:
             self._check()
             try:
@@ -202,9 +202,9 @@ class ServiceClient:
                     raise TuneFailed(f"the service at {self.url} refuses {answer.request.url.path}: {why}")
             except httpx.TransportError as error:
                 why = f"{type(error).__name__} {error}".strip()
-            if say is not None and (stage := self._stage()) not in {None, said}:
-                said = str(stage)
-                say(f"the service loads, {time.monotonic() - since:.0f} s: {said}")
+            if say is not None and (stage := self._stage()) not in {None, reported}:
+                reported = str(stage)
+                say(f"the service loads, {time.monotonic() - since:.0f} s: {reported}")
             if time.monotonic() - since > allowed_s:
                 raise ServiceAway(f"the service at {self.url} did not answer for {allowed_s:g} s: {why}")
             await asyncio.sleep(pause_s)
@@ -450,8 +450,8 @@ class ServiceOpener:
             await client.until_ready(self._options.start_timeout_s)
             if client.policy is not None and await client.make_policy(policy_options(wanted)):
                 self._say(f"made the policy {client.policy} at {client.url}")
-            for said in compare_options(client.url, await client.options(), algorithm, configs.get(name)):
-                self._say(said)
+            for sentence in compare_options(client.url, await client.options(), algorithm, configs.get(name)):
+                self._say(sentence)
         if joined and self._options.over and joined.keys() >= configs.keys():
             self._say(f"settings have no effect on a running service: {', '.join(self._options.over)}")
         found = {

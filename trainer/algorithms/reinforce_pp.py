@@ -30,5 +30,4 @@ def prepare(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, 
     paid_BR = subtract_kl_penalty(algorithm, targets, calls.paid_BR)
     nothing_BR = torch.zeros_like(paid_BR)
     returns_BR, _ = gae(paid_BR, nothing_BR, targets.mask_BR, calls.ends_BR, gamma=algorithm.gamma, lam=1.0)
-    advantages_BR = whiten(returns_BR, targets.mask_BR)
-    return replace(targets, advantages_BR=advantages_BR, returns_BR=returns_BR), baselines
+    return replace(targets, advantages_BR=whiten(returns_BR, targets.mask_BR), returns_BR=returns_BR), baselines

@@ -18,6 +18,5 @@ from tuneloop.trainer.algorithms.terms import Baselines, CallRewards, Prepared, 
 
 def prepare(algorithm: AlgorithmSettings, targets: Targets, calls: CallRewards, baselines: Baselines) -> Prepared:
     scores = RunScores.of_means(algorithm, targets, calls)
-    others_K = (scores.sizes_K - 1).clamp(min=1)
-    each_K = scores.centre() * scores.sizes_K / others_K
+    each_K = scores.centre() * scores.sizes_K / (scores.sizes_K - 1).clamp(min=1)
     return replace(targets, advantages_BR=calls.of_runs(each_K)), baselines

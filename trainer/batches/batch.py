@@ -70,7 +70,7 @@ class TokenSequence:
         )
         return nothing.then(sample)
 
-    def goes_on_in(self, sample: Sample) -> bool:
+    def is_prefix_of(self, sample: Sample) -> bool:
         length = len(self.ids)
         return len(sample.prompt_ids) >= length and np.array_equal(_readable(sample.prompt_ids[:length]), self.ids)
 
@@ -139,7 +139,7 @@ def superseded_calls(calls: Sequence[Sample]) -> list[Sample]:
             chosen = [
                 each
                 for each in rivals
-                if any(TokenSequence.alone(each).goes_on_in(other) for other in calls if other is not each)
+                if any(TokenSequence.alone(each).is_prefix_of(other) for other in calls if other is not each)
             ]
             last = max(rivals, key=when_sampled)
             kept = chosen or [each for each in rivals if each is last or (each.msg_id and each.msg_id == last.msg_id)]

@@ -168,8 +168,7 @@ def _by_template(
     if not opened and marks.closes in before:  # thinking is off: no opening mark
         before = before.partition(marks.closes)[0]
     before = before.rstrip()
-    message = _message(answer)
-    whole = _render(words, [_QUESTION, message], opening.switch)
+    whole = _render(words, [_QUESTION, _message(answer)], opening.switch)
     if whole is None or not whole.startswith(opening.question + before):
         return None
     written = whole[len(opening.question) :]
@@ -205,8 +204,7 @@ def _next_role(
     after = [{"role": "tool", "content": "x", "tool_call_id": _CALL_ID}] if answer.calls else [_QUESTION]
     whole = _render(words, [_QUESTION, _message(answer), *after], opening.switch) or ""
     # Templates rewrite blocks of earlier turns, so only the text after the block is searched.
-    text = written.rpartition(_marks_of(words).closes)[2].strip()
-    _, found, following = whole.rpartition(text)
+    _, found, following = whole.rpartition(written.rpartition(_marks_of(words).closes)[2].strip())
     return next((end for end in ends if found and following.lstrip().startswith(end)), None)
 
 

@@ -27,7 +27,7 @@ from tuneloop.trainer.batches.tokenizer import tokenizer_of
 _INSTRUCTING = ("system", "developer")  # roles of instructions
 
 
-class LearntAnswer(NamedTuple):
+class TrainedAnswer(NamedTuple):
     """One answer to a prompt, or a preferred and a rejected one; each with its reward."""
 
     messages: Sequence[Mapping[str, Any]]
@@ -35,11 +35,11 @@ class LearntAnswer(NamedTuple):
     rewards: Sequence[float]
 
 
-class LineLeftOut(Exception):
+class LineSkipped(Exception):
     """The line cannot be trained on, for the reason in the message."""
 
 
-class LineTooLong(LineLeftOut):
+class LineTooLong(LineSkipped):
     """The line has more tokens than `longest`, the model's limit."""
 
     def __init__(self, tokens: int, longest: float) -> None:
@@ -47,22 +47,22 @@ class LineTooLong(LineLeftOut):
         self.longest = longest
 
 
-def learnt_of(line: FileLine) -> Iterator[LearntAnswer]:
+def answers_in(line: FileLine) -> Iterator[TrainedAnswer]:
     """The answers to train on: of a conversation, each assistant message without weight 0."""
     if line.preferred is not None and line.rejected is not None:
-        yield LearntAnswer(line.messages, (line.preferred, line.rejected), (1.0, 0.0))
+        yield TrainedAnswer(line.messages, (line.preferred, line.rejected), (1.0, 0.0))
         return
     for at, message in enumerate(line.messages):
         if message.get("role") == "assistant" and message.get("weight") != 0:
-            yield LearntAnswer(line.messages[:at], (message,), (1.0,))
+            yield TrainedAnswer(line.messages[:at], (message,), (1.0,))
 
 
-def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: Settings) -> list[Experience]:
-    """The answers with their token ids. Raises LineLeftOut if the template refuses them, or they are too long."""
+def render(learnt: TrainedAnswer, tools: list[dict[str, Any]] | None, settings: Settings) -> list[Experience]:
+    """The answers with their token ids. Raises LineSkipped if the template refuses them, or they are too long."""
     words = tokenizer_of(settings)
     longest = settings.model.max_model_len or longest_of(settings.model.model_path)
     if words.chat_template is None:
-        raise LineLeftOut("the model has no chat template")
+        raise LineSkipped("the model has no chat template")
     prompt, reason = list[int](), "it loses an instruction"
     try:
         turns = [_plain(each) for each in learnt.messages]
@@ -84,16 +84,16 @@ def render(learnt: LearntAnswer, tools: list[dict[str, Any]] | None, settings: S
     except (Unwritable, AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = str(error)
     if not prompt:
-        raise LineLeftOut(f"the chat template does not write it: {reason}")
+        raise LineSkipped(f"the chat template does not write it: {reason}")
     found = []
     for choice, message in enumerate(learnt.answers):
         try:
             plain = _plain(message)
         except Unwritable as error:
-            raise LineLeftOut(str(error)) from None
+            raise LineSkipped(str(error)) from None
         ids = edited_answer_ids(without_answer(prompt), json.dumps(plain | {"role": "assistant"}), settings)
         if isinstance(ids, str):
-            raise LineLeftOut(ids.replace("the edited answer", "the answer"))
+            raise LineSkipped(ids.replace("the edited answer", "the answer"))
         if len(prompt) + len(ids) > longest:
             raise LineTooLong(len(prompt) + len(ids), longest)
         calls = message.get("tool_calls")
@@ -130,7 +130,7 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def with_tokens(
+def with_token_ids(
     samples: Sequence[Sample], written: Mapping[str, WrittenReply], settings: Settings
 ) -> tuple[list[Sample], Refused]:
     """The samples, with token ids for those imported as text; and those without."""
@@ -144,9 +144,11 @@ def with_tokens(
         try:
             request = json.loads(reply.request)
             calls = {"tool_calls": json.loads(reply.tool_calls)} if reply.tool_calls else {}
-            learnt = LearntAnswer(request["messages"], ({"role": "assistant", "content": reply.text, **calls},), (1.0,))
+            learnt = TrainedAnswer(
+                request["messages"], ({"role": "assistant", "content": reply.text, **calls},), (1.0,)
+            )
             [answer] = render(learnt, request.get("tools"), settings)
-        except (LineLeftOut, KeyError, TypeError, ValueError) as error:
+        except (LineSkipped, KeyError, TypeError, ValueError) as error:
             refused[f"imported as text: {error}"].append(sample)
             continue
         prompt, ids = (np.frombuffer(each, "<i4") for each in (answer.prompt_ids, answer.completion_ids))
@@ -198,13 +200,13 @@ class MixedFile:
         rows: list[Sample] = []
         try:
             for line in read_lines(mix.file, "supervised"):
-                for learnt in learnt_of(line):
+                for learnt in answers_in(line):
                     written = render(learnt, line.tools, settings)
                     # Negative numbers are no rows of the ledger.
                     rows += [held_out(each, -1 - number) for number, each in enumerate(written, len(rows))]
         except OSError as error:
             raise EnvironmentRefused(f"algorithm.mix.file: {mix.file} cannot be read: {error.strerror}") from None
-        except LineLeftOut as error:
+        except LineSkipped as error:
             why = str(error)
             if isinstance(error, LineTooLong):
                 why = f"it has more than the {error.longest:.0f} tokens of model.max_model_len"

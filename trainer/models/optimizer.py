@@ -70,8 +70,7 @@ class MasterAdamW:
     @property
     def lr(self) -> float:
         """The learning rate of the next update, after a linear warm-up."""
-        warmup = self._settings.lr_warmup_steps
-        return self._settings.lr * min(1.0, (self.updates + 1) / (warmup + 1))
+        return self._settings.lr * min(1.0, (self.updates + 1) / (self._settings.lr_warmup_steps + 1))
 
     def gradient_norm(self) -> float:
         """The norm of all gradients of all ranks; not finite if any is not."""

@@ -30,7 +30,7 @@ from tuneloop.trainer.stop import Stop
 _log = structlog.get_logger()
 
 
-def take_part(settings: Settings, stop: Stop) -> None:
+def train_as_worker(settings: Settings, stop: Stop) -> None:
     """Train as the rank that the environment names. Raises RankFailed, and `run`'s errors."""
     together = settings.trainer.ulysses_sequence_parallel_size
     serve(settings, JoinedRanks.join(device_of(settings), together=together), stop)
@@ -69,7 +69,7 @@ def follow(settings: Settings, ranks: JoinedRanks) -> None:
                 try:
                     learner.step(order.samples, version=order.version)
                 except RankOutOfMemory:
-                    MicroBatch(settings).take_less(learner, order.samples)
+                    MicroBatch(settings).reduce_memory(learner, order.samples)
                     raise
                 except (NotFinite, RankFailed, torch.OutOfMemoryError):
                     pass

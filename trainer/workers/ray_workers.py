@@ -185,7 +185,7 @@ def reason_of(error: Exception) -> str:
 def work(given: dict[str, Any]) -> None:
     import ray
 
-    from tuneloop.trainer.workers.rank import take_part
+    from tuneloop.trainer.workers.rank import train_as_worker
 
     settings, board = given["settings"], given["board"]
     os.chdir(given["folder"])  # paths in settings may be relative
@@ -195,7 +195,7 @@ def work(given: dict[str, Any]) -> None:
     try:
         require_folders(settings)
         with _rendezvous(is_local=settings.cluster.ray_address == LOCAL), disk_errors_as_refusals(settings):
-            take_part(settings, ActorStop(board))
+            train_as_worker(settings, ActorStop(board))
     except (StartupError, StaleEpoch) as error:
         sentence = f"on {ray.util.get_node_ip_address()}: {clean_error(error)}"
         ray.get(board.refuse.remote(error.exit_code, sentence))

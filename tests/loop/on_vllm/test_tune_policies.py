@@ -90,5 +90,5 @@ def test_a_policy_needs_a_service_to_join(tmp_path: Path) -> None:
     given: dict[str, Any] = {"workflow_func": play, "train_dataset": [{"question": "1"}], "algorithm": STEPS}
     with pytest.raises(TuneRefused, match="policy: a policy is one of a service that runs"):
         tune(**given, policy="wolves", checkpoint_root_dir=tmp_path)
-    with pytest.raises(TuneRefused, match="policy: sheep is of no service that is joined"):
+    with pytest.raises(TuneRefused, match="policy: sheep has no URL"):
         tune(**given, service="http://127.0.0.1:9", policy={"sheep": "x"}, checkpoint_root_dir=tmp_path)

@@ -283,6 +283,6 @@ def test_a_judge_that_holds_the_loop_is_named_once_and_no_other_run_hangs_for_it
         run_timeout=2.0,
     )
     assert result.failures == {}
-    told = [line for line in capsys.readouterr().out.splitlines() if "held the event loop" in line]
+    told = [line for line in capsys.readouterr().out.splitlines() if "blocked the event loop" in line]
     assert len(told) == 1
-    assert "judge judge_that_sleeps held the event loop 1." in told[0]
+    assert "judge judge_that_sleeps blocked the event loop and all other runs for 1." in told[0]

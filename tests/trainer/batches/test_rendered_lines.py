@@ -9,7 +9,7 @@ import pytest
 from examples.sums.model import build, save
 from tests.constants import settings_of
 from tuneloop.shared.finetuning.lines import FileLine
-from tuneloop.trainer.batches.rendered_lines import LineLeftOut, learnt_of, render
+from tuneloop.trainer.batches.rendered_lines import LineSkipped, answers_in, render
 from tuneloop.trainer.batches.tokenizer import tokenizer_of
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -44,7 +44,7 @@ def texts(settings: Any, *messages: dict[str, Any], tools: Any = None, **pair: A
     line = FileLine(number=1, messages=list(messages), tools=tools, **pair)
     return [
         tuple(words.decode(np.frombuffer(ids, "<i4")) for ids in (each.prompt_ids, each.completion_ids))
-        for learnt in learnt_of(line)
+        for learnt in answers_in(line)
         for each in render(learnt, tools, settings)
     ]
 
@@ -103,10 +103,10 @@ def test_both_answers_of_a_pair_are_behind_the_same_prompt(chatml):
     ],
 )
 def test_what_cannot_be_learnt_is_left_out_with_the_reason(chatml, content, but, told):
-    with pytest.raises(LineLeftOut, match=told):
+    with pytest.raises(LineSkipped, match=told):
         texts(chatml(**but), said("user", "1+1?"), said("assistant", content))
 
 
 def test_where_a_template_refuses_a_line_it_is_left_out(chatml):
-    with pytest.raises(LineLeftOut, match="the chat template does not write it: no users here"):
+    with pytest.raises(LineSkipped, match="the chat template does not write it: no users here"):
         texts(chatml("{{ raise_exception('no users here') }}"), said("user", "1?"), said("assistant", "1"))

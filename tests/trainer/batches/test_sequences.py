@@ -102,5 +102,5 @@ def test_calls_that_go_on_from_what_was_redacted_are_merged() -> None:
     second = sample(
         2, prompt_ids=np.int32([7, 4, REDACTED, 9]), completion_ids=np.int32([5]), logprobs=np.float32([-1])
     )
-    assert TokenSequence.alone(first).goes_on_in(second)
+    assert TokenSequence.alone(first).is_prefix_of(second)
     assert TokenSequence.alone(first).then(second).of.tolist() == [-1, 0, -1, -1, 1]

@@ -153,7 +153,7 @@ def test_an_experiment_does_not_change_between_adapters_and_all_weights(adapted,
     snapshot.save(snapshot.load(adapted(), None), tmp_path / "lora", base=base)
     with pytest.raises(EnvironmentRefused, match=r"^model\.lora\.rank: is 4, but .* holds all weights"):
         snapshot.load(adapted(), tmp_path / "full")
-    with pytest.raises(EnvironmentRefused, match=r"^model\.lora\.rank: is 0, but .* holds an adapter only"):
+    with pytest.raises(EnvironmentRefused, match=r"^model\.lora\.rank: is 0, but .* holds only an adapter"):
         snapshot.load(settings(), tmp_path / "lora")
     with pytest.raises(EnvironmentRefused, match=r"^model\.lora: the adapter in .* has rank 4, alpha 8 "):
         snapshot.load(adapted(model={"model_path": base, "lora": {"rank": 2}}), tmp_path / "lora")

@@ -34,7 +34,7 @@ def test_a_worker_redacts_its_errors_and_writes_no_core_files(work, settings, mo
     chosen = settings()
     monkeypatch.setattr(ray_workers, "configure_logging", lambda: done.append("log"))
     monkeypatch.setattr(ray_workers, "redact_crash_reports", done.append)
-    monkeypatch.setattr(rank, "take_part", lambda *_: pytest.fail("it begins too early") if len(done) < 2 else None)
+    monkeypatch.setattr(rank, "train_as_worker", lambda *_: pytest.fail("too early") if len(done) < 2 else None)
     work[0](chosen)
     assert done == ["log", chosen.privacy]
 
@@ -50,7 +50,7 @@ def test_a_node_without_a_folder_is_named_with_the_folder(work, settings, tmp_pa
     assert sentence.startswith(f"on 10.0.0.7: model.model_path: {tmp_path}/nowhere is not there; name a local folder")
 
     missing = tmp_path / "tuneloop" / "default" / "global_step_4"
-    monkeypatch.setattr(rank, "take_part", lambda *_: (missing / "config.json").read_text())
+    monkeypatch.setattr(rank, "train_as_worker", lambda *_: (missing / "config.json").read_text())
     do, board._refusal = work[0], None
     with pytest.raises(EnvironmentRefused):
         do(settings())

@@ -178,7 +178,7 @@ def test_a_worker_a_node_and_the_head_die_and_every_row_is_trained_once(nodes, s
     assert process.wait(600) == 3
     said = [line for line in log.read_text().splitlines() if line.startswith("trainer: ")]
     assert len(said) == 1
-    assert f"cluster.ray_address: {HEAD}: no Ray cluster takes this machine in: start Ray" in said[0]
+    assert f"cluster.ray_address: {HEAD}: no Ray cluster to join: start Ray" in said[0]
     nodes.kill(2)
     for number in ADDRESSES:
         nodes.start(number)

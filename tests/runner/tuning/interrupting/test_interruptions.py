@@ -107,7 +107,7 @@ def test_without_a_trainer_it_says_so_and_stops(
     double.trainer_up = False
     with pytest.raises(ServiceAway, match=r"had no trainer for 0\.5 s"):
         go(service_timeout=0.5)
-    assert "has no trainer, and what is committed waits" in capsys.readouterr().out
+    assert "has no trainer, and commits wait" in capsys.readouterr().out
     double.trainer_up = True
     assert go(resume=True).steps == 2
 

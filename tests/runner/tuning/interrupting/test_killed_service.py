@@ -77,7 +77,7 @@ def test_it_stops_by_its_rule_and_resuming_loses_nothing(tmp_path: Path) -> None
 
     again = start(model, folder, log)
     assert again.wait(500) == 0, log.read_text()
-    assert "going on after step" in log.read_text()
+    assert "resuming after step" in log.read_text()
     results = {
         f"{line['task_id']}/{line['run_id']}": line["rewards"]["model"]
         for line in journal(folder)

@@ -100,7 +100,7 @@ def test_an_experiment_that_is_over_is_not_run_again(tmp_path: Path) -> None:
 def test_other_tasks_are_refused(tmp_path: Path) -> None:
     with serving(ServiceDouble()) as url:
         tune_all(url, tmp_path)
-        with pytest.raises(TuneRefused, match="was begun with other tasks, batch_size"):
+        with pytest.raises(TuneRefused, match="has other tasks, batch_size"):
             tune_all(url, tmp_path, tasks=TASKS[1:], resume=True)
 
 
@@ -127,7 +127,7 @@ def test_ctrl_c_leaves_what_a_resumed_call_goes_on_with(tmp_path: Path) -> None:
         said, _ = process.communicate(timeout=240)
         double.reply_s = 0.0
         assert process.returncode != 0
-        assert "resume=True goes on" in said
+        assert "resume=True continues" in said
         last = start(url, tmp_path)
         last.communicate(timeout=240)
     assert last.returncode == 0

@@ -322,5 +322,5 @@ def test_a_script_that_is_stopped_by_a_rule_ends_with_an_exit_code(tmp_path: Pat
             [sys.executable, "-c", SCRIPT, url, str(tmp_path)], capture_output=True, text=True, check=False, timeout=200
         )
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("tuneloop.runner.errors.TuneFailed: step 1: ")
+    assert done.stderr.strip().splitlines()[-1].startswith("TuneFailed: step 1: ")
     assert "During handling" not in done.stderr

@@ -37,8 +37,6 @@ _SEARCHED = 1 << 20  # bytes searched at once for the next valid record
 
 
 class Place(NamedTuple):
-    """The file and the number of a record."""
-
     file: str
     number: int
 

@@ -184,7 +184,6 @@ class FileJobs:
         self._noted.pop(job.id, None)
 
     def note_start(self, now: PolicyTraining) -> None:
-        """Report the validation loss before the first step."""
         if now.job is not None and not now.learner.steps and self._last_noted(now.job) < 0:
             if (loss := self._validation_loss(now.job, now)) is not None:
                 self._note(now.job, f"Before the first step: full validation loss={loss:.4g}", 0, full_valid_loss=loss)

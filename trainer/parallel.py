@@ -155,7 +155,6 @@ class Ranks:
         return decide()
 
     def from_rank_0(self, tensor: Tensor) -> Tensor:
-        """Overwrite the tensor with rank 0's of the same shape."""
         return tensor
 
     def wait_for_rank_0(self) -> None:

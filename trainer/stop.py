@@ -41,13 +41,11 @@ class SignalStop:
         return self._set
 
     def wait(self, timeout: float) -> bool:
-        """Sleep until the timeout or a signal; whether one came."""
         if not self._set:
             select.select([self._woken], [], [], timeout)
         return self._set
 
     def set(self) -> None:
-        """Stop as after a signal."""
         self._set = True
         with suppress(BlockingIOError):  # then enough bytes are there to end the wait
             self._waking.send(b"\0")

@@ -64,7 +64,6 @@ class FeedbackOutbox:
 
     @property
     def pending(self) -> int:
-        """Unsent entries of this and of ended processes."""
         with self._lock:
             return (+self._entries).total()  # a file may be sent before it is counted
 

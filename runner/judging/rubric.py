@@ -78,7 +78,6 @@ class Rubric:
         return self.weights.get(criterion, 1.0)
 
     def total(self, scores: Mapping[str, float]) -> float:
-        """The weighted mean of the scores, on their scale."""
         whole = math.fsum(map(self.weight, self.criteria))
         return math.fsum(self.weight(name) * scores[name] for name in self.criteria) / whole
 

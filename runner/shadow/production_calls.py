@@ -37,8 +37,6 @@ Strategy = SelectionStrategy | Callable[[ProductionCall], bool]  # a strategy, o
 
 @dataclass(frozen=True, slots=True)
 class SamplingRateStrategy:
-    """Selects a random share of the calls."""
-
     rate: float
     draw: Callable[[], float] = random.random
 
@@ -72,8 +70,6 @@ class ExplicitMarkingStrategy:
 
 @dataclass(frozen=True, slots=True)
 class EveryCall:
-    """Selects all calls."""
-
     after_call: ClassVar[bool] = False
 
     def should_select(self, call: ProductionCall) -> bool:

@@ -253,13 +253,11 @@ class Call:
 
     @property
     def urls(self) -> dict[str, str]:
-        """URLs of running services, by model name."""
         names = list(self.models or [MAIN])
         return {names[0]: self.service} if isinstance(self.service, str) else dict(self.service or {})
 
     @property
     def policies(self) -> dict[str, str]:
-        """Policies on running services, by model name."""
         names = list(self.urls)
         found = {names[0]: self.policy} if isinstance(self.policy, str) else dict(self.policy or {})
         if missing := [name for name in found if name not in names]:

@@ -186,7 +186,6 @@ class Batch:
         return int(self.mask_BR.sum())
 
     def rows(self, index_B: Tensor) -> "Batch":
-        """The sequences `index_B`, without unnecessary padding."""
         lengths_B, mask_BR = self.lengths_B[index_B], self.mask_BR[index_B]
         widths = {"T": int(lengths_B.max()), "R": (int(mask_BR.any(0).nonzero().max()) + 1)}
         cut: dict[str, Tensor | None] = {"allowed_KW": self.allowed_KW, "left_LS": self.left_LS}
@@ -317,7 +316,7 @@ def share_of(rank: int, size: int, lengths_B: Tensor, units_B: Tensor | None = N
 
 
 def mini_batches(rows: int, count: int, units_B: Tensor | None, generator: torch.Generator) -> list[Tensor]:
-    """Shuffled indices in `count` parts; sequences of one unit stay together."""
+    """Shuffled indices in `count` parts; a unit's sequences stay together."""
     units = rows if units_B is None else int(units_B.max()) + 1
     parts = torch.randperm(units, generator=generator).tensor_split(min(count, units))
     if units_B is None:

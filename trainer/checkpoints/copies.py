@@ -40,7 +40,6 @@ class PinnedMemory:
             self._chunks.append(_Chunk(self._allocate(self._chunk), 0))
 
     def holds(self, size: int) -> bool:
-        """Whether so many reserved bytes are free."""
         return sum(len(each.memory) - each.used for each in self._chunks) >= size
 
     def take(self, like: Tensor) -> Tensor:

@@ -172,7 +172,6 @@ class Publisher:
         return begun._replace(version=version, measured=measured)
 
     def close(self) -> None:
-        """Finish the threads' work and stop them."""
         if self._pool is not None:
             self._pool.shutdown()
         self.states.close()

@@ -275,7 +275,6 @@ class StateWriter:
         return max(0, self._pending - written)
 
     def close(self) -> None:
-        """Finish the thread's work and stop it."""
         self._pool.shutdown()
 
     def report(self, curves: CurveWriter) -> None:
@@ -283,7 +282,6 @@ class StateWriter:
             curves.add(step, measured)
 
     def drain(self) -> list[tuple[int, Metrics]]:
-        """Metrics since the last call, with their steps."""
         return [self._measured.get() for _ in range(self._measured.qsize())]
 
     def _copy(self, learner: Learner) -> CapturedState | None:

@@ -219,8 +219,6 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of state.json."""
-
     steps: int
     actor_updates: int
     critic_updates: int = 0
@@ -390,7 +388,6 @@ def state_of(learner: Learner) -> CapturedState:
 
 
 def allocate_on_cpu(_: str, like: Tensor) -> Tensor:
-    """Ordinary memory for `copy_state`."""
     return torch.empty_like(like, device="cpu")
 
 

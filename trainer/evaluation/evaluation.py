@@ -246,7 +246,6 @@ class GateEvaluation:
         _log.info("version_evaluated", version=version, passed=verdict.passed, reason=reason, seconds=seconds)
 
     def _answers(self, actor: Actor) -> tuple[Figure, ...]:
-        """The figures of an actor; without tasks, empty ones."""
         if self._held_out is None:
             return figures_of((), fingerprint=self._fingerprint, refusals=())
         return self._held_out.figures(actor)

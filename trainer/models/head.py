@@ -106,7 +106,6 @@ class Head(NamedTuple):
 
     @torch.no_grad()
     def logprobs(self, features_ND: Tensor, scored: ScoredTokens) -> Tensor:
-        """The log-probabilities, without gradient."""
         return _forward(self, features_ND, scored, with_entropy=False)[0]
 
 

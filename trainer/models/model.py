@@ -142,7 +142,6 @@ class Actor:
 
     @property
     def longest(self) -> float:
-        """The most tokens, infinite if the configuration has none."""
         return getattr(self.network.config.get_text_config(), "max_position_embeddings", None) or math.inf
 
     def reference(self, settings: Settings, ranks: Ranks = ALONE) -> "Actor":
@@ -273,7 +272,6 @@ class Critic(nn.Module):
         return features.scatter(values_N1[:, 0], batch)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights that `save` writes, not copied."""
         return dict(self.state_dict())
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:

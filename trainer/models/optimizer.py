@@ -124,7 +124,6 @@ class MasterAdamW:
         self._forget_parts()
 
     def tensors(self) -> Iterator[Tensor]:
-        """All tensors that persist between updates."""
         yield from self._masters.values()
         for state in self._adamw.state.values():
             yield from (each for each in state.values() if isinstance(each, Tensor))

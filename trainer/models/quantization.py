@@ -202,7 +202,6 @@ class _Weights:
         self._files = files
 
     def has(self, layer: str, weight: Tensor) -> bool:
-        """Whether the files have this weight, in its dtype."""
         name = f"{layer}.weight"
         if name not in self._files:
             return False

@@ -324,7 +324,6 @@ class LocalTeacher:
         return with_replies(samples, replies, known=len(self._words))
 
     def _reply_ids(self, sample: Sample, most: int, ends: list[int]) -> list[int] | str:
-        """The ids of the reply, or the reason without any."""
         try:
             ids_1T = torch.tensor(sample.prompt_ids.astype(np.int64), device=self._actor.network.device)[None]
             with torch.random.fork_rng():

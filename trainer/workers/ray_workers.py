@@ -73,7 +73,6 @@ class ActorStop:
         return self._set
 
     def wait(self, timeout: float) -> bool:
-        """Sleep until the timeout or a stop; whether to stop."""
         deadline = time.monotonic() + timeout
         while not self.is_set() and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK_S))

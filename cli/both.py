@@ -33,11 +33,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def supervise(commands: Mapping[str, Sequence[str]]) -> int:
-    """Run the services, by their names, until all have ended for good; 0, or the code of the first that failed so.
+    """Run the named services until all end; return 0, or the exit code of the first that failed for good.
 
-    SIGTERM and SIGINT are passed on. A service that fails is started again, after ever longer pauses, and the others
-    go on; one that ends well stays down. Where none gets through its first start, all end. The children get SIGTERM
-    from the kernel should this process be killed.
+    Forwards SIGTERM and SIGINT. A failed service restarts with growing pauses; a clean exit is final. All stop if one
+    never passes its first start. The kernel sends SIGTERM to the children if this process is killed.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -74,9 +73,9 @@ def service(name: str, config: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def start_child(command: Sequence[str], output: IO[bytes] | None = None) -> "subprocess.Popen[bytes]":
-    """Start a service in a session of its own, so that a terminal's Ctrl-C reaches it once: through us.
+    """Start a service in its own session, so that a terminal's Ctrl-C reaches it once, through this process.
 
-    It gets SIGTERM when this process ends. `output` is where it writes, if not where we do.
+    The service gets SIGTERM when this process ends. `output` replaces the inherited standard output and error.
     """
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
 
@@ -91,10 +90,7 @@ def start_child(command: Sequence[str], output: IO[bytes] | None = None) -> "sub
 
 @dataclass
 class _Service:
-    """A service: its process while it runs, else when it is started again (None: never). Times are monotonic.
-
-    `refused`: its first start was refused.
-    """
+    """A service: its process or, between runs, its next start (None: never). `refused`: the first start failed."""
 
     name: str
     command: Sequence[str]
@@ -115,10 +111,7 @@ class _Service:
         self.starts += 1
 
     def poll(self, forwarded: set[int]) -> int:
-        """The code, as a shell gives it, if it has ended by now, else 0. It is started again where that may help.
-
-        A child that died of a signal that we forwarded has stopped cleanly.
-        """
+        """Return the exit code of an end, else 0; restart a failed service. A forwarded signal is no failure."""
         if self.process is None or (code := self.process.poll()) is None:
             return 0
         if code < 0:

@@ -35,10 +35,7 @@ GpuMemoryOption = Annotated[
 
 
 class ExperimentPlan(NamedTuple):
-    """What an experiment takes. GPUs are numbered from 0; `problems` are sentences, empty where it fits.
-
-    `settings` are those that are run, with what they left open; `main_memory` is by what takes it.
-    """
+    """What an experiment needs; GPUs count from 0, `problems` is empty if it fits, `settings` include defaults."""
 
     settings: Settings
     shape: ModelShape

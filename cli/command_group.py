@@ -32,10 +32,10 @@ class CommandGroup(TyperGroup):
 
 
 def name_settings_file(command: Any, arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--config` before the settings file, where that stands without it.
+    """Insert `--config` before a settings file that is given without it.
 
-    It is the first one that is no option and no option's value: by any name where the command has no arguments of its
-    own, else by its ending.
+    The file is the first argument that is neither an option nor an option's value. If the command has arguments of its
+    own, only a name with a YAML ending counts.
     """
     options = {flag: each for each in command.params for flag in each.opts if flag.startswith("-")}
     commands = getattr(command, "commands", {})

@@ -170,10 +170,9 @@ class TrainedOn(NamedTuple):
 
 
 class Erasure(NamedTuple):
-    """What was deleted, or would be; `problems` lists what could not be deleted.
+    """What was or would be deleted; `problems` lists failures, `policies` those trained on the person's data.
 
-    `policies` are those whose weights hold what they were trained on. `labels` are names of tasks and runs that
-    exported traces hold, which no command reaches.
+    `labels` are names of tasks and runs in exported traces, which no command reaches.
     """
 
     tenant: str

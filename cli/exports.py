@@ -274,10 +274,10 @@ def _body(reply: ExportedReply) -> Row:
 
 
 class ExportRequest(NamedTuple):
-    """What to export: rows of the selection; `everything`: also replies cut off or without a reward.
+    """What to export. `everything` includes replies that are cut off or have no reward.
 
-    `min_reward` leaves out lower rewards, `margin` pairs of replies whose rewards are closer. By the `vocabulary`
-    the reasoning of replies is read from their tokens.
+    `min_reward` excludes lower rewards, `margin` excludes pairs with closer rewards. The `vocabulary` decodes the
+    reasoning of replies from their tokens.
     """
 
     format: Format

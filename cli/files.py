@@ -276,10 +276,7 @@ class DraftFile:
 
 @contextmanager
 def in_turn(path: Path) -> Iterator[None]:
-    """Until its end no other process that is `in_turn` replaces this file.
-
-    It is the file itself that is locked. Where there is none, or the file system has no locks, nothing waits.
-    """
+    """Lock the file against replacement by another `in_turn`; without a file or file-system locks, do nothing."""
     with ExitStack() as held:
         with suppress(OSError):
             while True:

@@ -1,7 +1,7 @@
-"""Reads rows of a file into a ledger: experiences exported from another one, or plain conversations.
+"""Imports rows of a file into a ledger: experiences of another ledger, or plain conversations.
 
-Everything goes in as a record, as if it had just been captured, so the ledger's own rules apply: what is there already
-stays, rewards are recomputed from the feedback, and a row starts as recorded, rewarded or dropped.
+Each row becomes a record as if just captured, so the ledger's rules apply. Existing rows stay, rewards are recomputed
+from the feedback, and a row starts as recorded, rewarded or dropped.
 """
 
 import hashlib
@@ -186,9 +186,9 @@ class Conversation(msgspec.Struct, kw_only=True):
 
 
 class ImportResult(NamedTuple):
-    """The result of an import. `changed_rewards`: rows whose reward under this ledger's rule is not the file's.
+    """The result of an import: `changed_rewards` counts rows whose reward differs under this ledger's rule.
 
-    `refused`: rows of people who were erased, or that were deleted one by one. `released`: those that are to be learnt.
+    `refused` counts rows that were erased or deleted before; `released` counts rows released for training.
     """
 
     rows: int

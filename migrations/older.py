@@ -1,6 +1,6 @@
-"""Databases of the releases before the baseline: 0014 and 0015 become the baseline, older ones are refused.
+"""Stamps databases at 0014 and 0015 with the baseline and refuses older ones.
 
-SQLite cannot change a CHECK. These become looser, so only the table's definition is written again, and no row is.
+SQLite cannot change a CHECK. The new CHECKs are looser, so the table definition is rewritten and the rows stay.
 """
 
 from collections.abc import Mapping

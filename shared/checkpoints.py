@@ -49,7 +49,7 @@ _INODES = 64
 
 
 class DiskSpace(NamedTuple):
-    """The file system of `folder`, in bytes: what is `needed` there, what is to stay free, what is free; and inodes."""
+    """The file system of `folder`: bytes `needed`, in reserve and free; and inodes."""
 
     folder: Path
     needed: int
@@ -348,7 +348,7 @@ class CheckpointStore:
         self._mode, self._folder_mode = mode, mode | (mode & 0o444) >> 2
 
     def path(self, version: int) -> Path:
-        """Where `version` lies, unless something was in its way."""
+        """The folder of `version`, unless its name was taken."""
         return self._root / f"{VERSION_PREFIX}{version}"
 
     def check_place(self, path: Path) -> None:
@@ -409,10 +409,7 @@ class CheckpointStore:
         raise AssertionError("there is always a free name")
 
     def add_state(self, staging: Path, path: Path, manifest: StateManifest) -> None:
-        """Put a sealed folder of critic and optimisers into that of their version, the manifest last.
-
-        Raises OSError where it cannot: either folder was moved away, or something is in the way.
-        """
+        """Move a sealed folder of critic and optimisers into its version's, the manifest last; OSError if blocked."""
         self._write(staging / STATE_MANIFEST, manifest)
         for name in sorted(each.relative_to(staging) for each in for_going_on(staging)):
             if name != Path(STATE_MANIFEST):
@@ -434,7 +431,7 @@ class CheckpointStore:
         shutil.rmtree(garbage, ignore_errors=True)
 
     def strip(self, path: Path) -> None:
-        """Delete of a version's folder what only going on from it to the bit needs: critic and optimiser."""
+        """Delete a version's critic and optimisers, which only an exact resume needs."""
         ours = version_in(path.name) is not None and path.parent.resolve() == self._root.resolve()
         if not ours or not path.exists() or (is_marked_weights_only(path) and not for_going_on(path)):
             return

@@ -1,7 +1,7 @@
-"""What vLLM's own arguments do: `explorer.rollout_model.engine_args` may change much, but not the policy.
+"""Checks vLLM's `explorer.rollout_model.engine_args`: they may change much, but not the policy.
 
-The trainer recomputes log softmax(logits / temperature). An argument that makes every reply a sample of something else
-is refused; one that holds tool calls to a grammar marks the replies that it can touch (docs/explain.md).
+The trainer recomputes log softmax(logits / temperature). An argument that changes the distribution of every reply is
+refused. An argument that holds tool calls to a grammar marks the replies that it affects (docs/explain.md).
 """
 
 import re

@@ -34,11 +34,10 @@ class DatabaseAway(EnvironmentRefused):
 
 
 class RequestRefused(TuneloopError):
-    """A request that gets a 4xx or 503 answer.
+    """A request that gets a 4xx or 503 answer: `status` in HTTP, `code` and `param` in OpenAI's error envelope.
 
-    `status` is the HTTP status, `code` and `param` go into OpenAI's error envelope, `extra` into the top level of the
-    body, `retry_after_s` into the Retry-After headers. Of a message or `param` that is longer than 2000 characters the
-    middle is left out.
+    `extra` goes into the top level of the body, `retry_after_s` into Retry-After. A message or `param` beyond 2000
+    characters loses its middle.
     """
 
     def __init__(
@@ -170,10 +169,7 @@ class RankOutOfMemory(RankFailed):
 
 
 class TeacherAway(TuneloopError):
-    """The teacher does not answer at the moment; that may pass. Nothing has been learnt.
-
-    `failed`, by the reason: the ids of the samples that it did not answer for, if it answered for others; else empty.
-    """
+    """The teacher does not answer; a retry may succeed. `failed`: sample ids without an answer, by reason."""
 
     def __init__(self, reason: str, failed: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
         super().__init__(reason)

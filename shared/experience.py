@@ -39,7 +39,7 @@ def person_name(name: str) -> str:
 
 
 def person_behind(source: str) -> str:
-    """Who gave feedback as this source: the name of a client's key stands before the client's own word.
+    """The person behind a source, without the prefix of the client's key.
 
     >>> person_behind("key:web/ann"), person_behind("ann")
     ('ann', 'ann')
@@ -213,7 +213,7 @@ class AlarmState(StrEnum):
 
 
 class Scope(StrEnum):
-    """What a key lets its holder do, in its own tenant; `admin` is all of it, and what is the operator's."""
+    """Rights of a key in its own tenant; `admin` has all of them, and the operator's."""
 
     INFERENCE = "inference"
     FEEDBACK = "feedback"
@@ -280,11 +280,11 @@ def boot() -> str:
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """The grammar that a reply was held to, as the engine made it of its request.
+    """The grammar that constrained a reply, as the engine compiled it from the request.
 
-    `spec` is a JSON schema, a regular expression, or xgrammar's structural tag as JSON. `stop_ids` are the tokens that
-    end the reply beside the model's own. `tokens` are what `top_p`, `top_k` and `min_p` left, as the engine returned
-    them: `sets` are int32 bytes, how many ids were left for each completion id, then all of these.
+    `spec` is a JSON schema, a regular expression or xgrammar's structural tag as JSON. `stop_ids` end the reply beside
+    the model's own. `tokens` are those that `top_p`, `top_k` and `min_p` left. `sets` holds int32 bytes: the count of
+    ids for each completion id, then all ids.
     """
 
     kind: Literal["json", "regex", "structural_tag", "tokens"]
@@ -448,7 +448,7 @@ def is_captured(logprobs: Float32s) -> bool:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32 bytes. Raises OverflowError or TypeError for what is no int32."""
+    """Token ids as little-endian int32 bytes. Raises OverflowError or TypeError for other values."""
     return _little_endian(array("i", ids))
 
 

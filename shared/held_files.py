@@ -1,6 +1,6 @@
-"""Files that others write, or delete meanwhile: second names for as long as they are copied.
+"""Holds files by hard links while they are copied, so that another process's deletion loses nothing.
 
-{root}/.holding-*/    the files, and `lock`, held by the process that wants them
+{root}/.holding-*/    the links, and `lock`, which the copying process holds
 """
 
 import fcntl

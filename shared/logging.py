@@ -74,7 +74,7 @@ class LogLevel(StrEnum):
 
 
 class LogWriter:
-    """Writes what is logged in a thread: a pipe without a reader stops no service; what does not fit is dropped."""
+    """Writes the log in a thread, so that a pipe without a reader blocks no service; drops lines beyond the buffer."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -17,10 +17,10 @@ _FILE_BYTES = 1 << 30
 
 
 class OutboxStatus(NamedTuple):
-    """What waits for the ledger: `records` and `bytes` in `files`, the oldest since `since`.
+    """`records` and `bytes` in `files` that wait for the ledger, the oldest since `since`.
 
-    `refused_records`: those that the database refused for what they hold. `refusal`: why it refuses others now, as a
-    running service knows.
+    `refused_records` were refused for their content; `refusal` is why the database refuses others now, if a service
+    runs.
     """
 
     files: int = 0

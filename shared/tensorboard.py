@@ -1,7 +1,7 @@
-"""Curves for TensorBoard, written at once and by the caller: a disk that is full costs points, never the service.
+"""Writes TensorBoard curves synchronously: a full disk loses points and never stops the service.
 
-TensorBoard's own writers are threads behind a bounded queue, which blocks for ever once its thread has met a full disk;
-and they load torch. A file of scalars is little: TFRecords, each an `Event` in protobuf.
+TensorBoard's writers import torch and block without end once their thread meets a full disk. The format is small:
+TFRecords of protobuf `Event`s.
 """
 
 import errno

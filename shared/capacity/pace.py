@@ -1,4 +1,4 @@
-"""Whether the trainer keeps up with what is committed: from its notes of each version, and what would help."""
+"""Compares the trainer's pace with the rate of commits, from its notes of each version, and names a cure."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -41,11 +41,11 @@ def same_tasks(one: Iterable[Figure], other: Iterable[Figure]) -> bool:
 
 
 def gate_verdict(gate: GateSettings, candidate: Iterable[Figure], champion: Iterable[Figure]) -> GateVerdict:
-    """Compare the figures of the same evaluator on the same tasks.
+    """Compare the figures of one evaluator on the same tasks; a value exactly at its bound passes.
 
-    The candidate passes unless its score lies more than `margin` below the champion's, that of a slice more than
-    `slice_margin`, its replies are more than `reply_length` times as long or as short, the share that refuses is more
-    than `refusals` higher, or that lacks its form more than `format`. What is exactly at its bound passes.
+    The candidate fails if its score is more than `margin` below the champion's, or a slice's more than `slice_margin`.
+    It also fails if its replies are more than `reply_length` times as long or short, or if its share of refusals
+    (`refusals`) or malformed replies (`format`) rises by more than the bound.
     """
     new, old = _values_by_slice(candidate), _values_by_slice(champion)
     reasons = tuple(_failed_checks(gate, new, old))

@@ -1,7 +1,7 @@
-"""What two versions are compared by: means with their spread, and shares.
+"""Computes the statistics that versions are compared by: means with their variance, and shares.
 
-Many replies may carry little more information than one: those to one user resemble each other. So statistics count the
-independent units that replies come from, and its variance is that of a mean over such units.
+Replies to one user correlate, so the sample size counts independent units, and the variance is that of a mean over
+units.
 """
 
 from typing import NamedTuple

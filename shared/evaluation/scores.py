@@ -86,7 +86,7 @@ _log = structlog.get_logger()
 
 
 class EvaluationProgress:
-    """One evaluation of so many questions; nothing is said of one that is over before the first line is due."""
+    """Progress of one evaluation; logs nothing for one that ends before the first line is due."""
 
     def __init__(self, of: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._of, self._clock = of, clock

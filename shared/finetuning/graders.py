@@ -1,7 +1,6 @@
-"""Graders: what a reply to a prompt of a file is worth, as OpenAI's reinforcement fine-tuning describes them.
+"""Grades a reply to a prompt of a file, as OpenAI's reinforcement fine-tuning specifies; runs no client code.
 
-Texts are templates: `{{item.x}}` is a field of the prompt's line, `{{sample.output_text}}` the reply. No code of
-clients runs.
+Texts are templates: `{{item.x}}` is a field of the prompt's line, `{{sample.output_text}}` the reply.
 """
 
 import ast
@@ -88,7 +87,7 @@ class _Failure(Exception):
 
 
 def check_grader(grader: object, *, place: str = "grader") -> dict[str, Any]:
-    """The grader, if it is one that can be used. Raises JobRefused, with the place of what is wrong."""
+    """The grader, if it is valid. Raises JobRefused with the place of the mistake."""
     if not isinstance(grader, dict):
         raise JobRefused(f"{place} must be an object")
     kind = grader.get("type")

@@ -10,9 +10,9 @@ from tuneloop.shared.settings.settings import Settings
 
 
 class JobPlan(NamedTuple):
-    """`options` are the policy's, by dotted names; `hyperparameters` as the API answers them.
+    """A job's policy `options` by dotted name, and `hyperparameters` as the API returns them.
 
-    `rows_in_all` counts the lines of all epochs, `total_steps` the steps if each line has one answer.
+    `rows_in_all` counts the lines of all epochs, `total_steps` the steps at one answer a line.
     """
 
     options: dict[str, Any]

@@ -1,7 +1,7 @@
-"""The lines of a JSONL file that a fine-tuning job learns from, as OpenAI's guides describe them.
+"""Reads and checks the lines of a fine-tuning job's JSONL file, as OpenAI's guides specify.
 
-A file is read line by line, and a line that is too long is not kept: memory does not depend on the file. Lines of
-spaces are passed over, so that a line that was erased moves none of the numbers behind it.
+Reading is line by line and drops oversized lines, so memory does not depend on the file. Blank lines are skipped: an
+erased line keeps the numbers of later lines.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class LineMistake(NamedTuple):
 
 
 class LineIndex(NamedTuple):
-    """Where each line of a file begins, and where the last one ends: what is between two of them is a line."""
+    """The byte offset of each line, and the end of the last one."""
 
     file: Path
     places: npt.NDArray[np.int64]
@@ -118,7 +118,7 @@ def check_file(file: Path, method: str, *, most: int = 20) -> FileCheck:
 
 
 def _scan(file: Path, method: str) -> Iterator[FileLine | LineMistake]:
-    """Each line, or what is wrong with it; an empty file is one mistake."""
+    """Each line or its mistake; an empty file is one mistake."""
     if method not in METHODS:
         raise FileRefused(f"there is no method {method!r}; there are {', '.join(METHODS)}")
     is_empty = True

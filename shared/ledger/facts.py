@@ -151,7 +151,7 @@ class Rules(NamedTuple):
 
 
 class Standstill(NamedTuple):
-    """A part that stands still, by the code of its reason. `serves`: requests are answered all the same."""
+    """A stalled part, by the code of its reason. `serves`: requests are still answered."""
 
     code: str
     sentence: str
@@ -180,10 +180,9 @@ class ExplorerFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Everything at the moment `now`; without a ledger, `away` says why there is none.
+    """Everything at the moment `now`; `away` says why there is no ledger, `stops` come from the running explorer.
 
-    `stops` are those that the running explorer reports.
-    `disk`: what the next checkpoint needs and finds, once a version says how large it is and its folder can be read.
+    `disk`: what the next checkpoint needs and finds, once a version's size is known and its folder is readable.
     """
 
     now: float

@@ -1,7 +1,7 @@
-"""The files of clients: their rows. What they hold lies in the job folder, below FILES, under their ids.
+"""Stores rows of clients' files; the contents are in the job folder below FILES, by id.
 
-A file that comes in parts is an upload until it is complete; its parts lie there too. Bytes that no row needs any more
-are removed by a sweep: those of a deleted or expired file stay until the jobs that learn from it are over.
+A multipart upload is an upload until it is complete. A sweep removes bytes without a row. Bytes of a deleted or expired
+file stay until the jobs that train on it end.
 """
 
 from collections.abc import Collection, Iterable

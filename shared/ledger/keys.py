@@ -1,7 +1,6 @@
-"""The keys that clients are let in by: who may do what, for which tenant, how much of it, and until when.
+"""Stores client keys: their rights, tenant, limits and expiry.
 
-A key is shown once, when it is made. The database has its SHA-256: 256 random bits cannot be guessed, so a slow hash,
-which a password needs, would protect nothing more.
+A key is shown once, when it is created. The database has its SHA-256: a slow hash adds nothing for 256 random bits.
 """
 
 import hashlib

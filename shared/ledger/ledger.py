@@ -1,8 +1,7 @@
-"""The one place where the truth about experiences, feedback and versions is read and changed.
+"""Reads and changes experiences, feedback and versions, whose only truth is the database.
 
-Synchronous; the explorer calls it from threads. Each verb is one transaction. A database that is away raises
-LedgerUnavailable, and nothing has happened then, unless the connection broke in the very moment of the commit: so every
-verb may be repeated.
+Synchronous; the explorer calls it from threads. Each verb is one transaction. LedgerUnavailable means that nothing was
+stored, unless the connection broke during the commit: so every verb is idempotent.
 """
 
 import copy
@@ -60,7 +59,7 @@ class Ledger:
         ticks: Callable[[], float] = time.monotonic,
         transactions: Callable[..., Transactions] = Transactions,
     ) -> None:
-        """`ticks` measure how long a trainer is silent; `any_reply`: the method takes what is no sample."""
+        """`ticks` measure a trainer's silence; `any_reply`: the method also trains on replies that are no samples."""
         self.transactions = transactions(engine, clock=clock)
         self.rewards = Rewards(rule, trusted_raters=trusted_raters, compensate_late=compensate_late, clock=clock)
         self.recording = Recording(self.transactions, self.rewards, any_reply=any_reply, ticks=ticks)

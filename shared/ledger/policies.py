@@ -1,8 +1,8 @@
-"""Policies: what is trained apart from others on one base model, each with a line of versions of its own; and jobs.
+"""Stores policies, each trained apart on one base model with its own line of versions, and fine-tuning jobs.
 
-Number 0 is the default policy. A policy begins with a version that has the weights of its parent, so that every version
-is of one policy. All lines take their numbers from one sequence. A fine-tuning job is a policy with a file to learn
-from, an end, and events.
+Policy 0 is the default. A policy starts with a version that has its parent's weights, so every version belongs to one
+policy. All policies share one sequence of version numbers. A fine-tuning job is a policy with a file, an end and
+events.
 """
 
 import re
@@ -444,10 +444,9 @@ def _change_job_of(
 def change_state(
     connection: Connection, job_id: str, state: JobState, message: str, at: float, values: Mapping[str, Any]
 ) -> None:
-    """Bring a job to a state in a transaction that does more. Raises JobRefused where it cannot come there.
+    """Change a job's state inside the caller's transaction; raises JobRefused for an illegal transition.
 
-    The job's policy is trained no more while it is paused, and once it is over; what waited to be trained on is dropped
-    if it has failed or was cancelled.
+    The job's policy is not trained while the job is paused or over. A failed or cancelled job drops its waiting rows.
     """
     before = connection.execute(select(jobs.c.state).where(jobs.c.id == job_id).with_for_update()).scalar_one()
     if state not in _NEXT.get(JobState(before), ()):

@@ -1,7 +1,7 @@
-"""The verbs about raters: list them, put one into quarantine, let one out again.
+"""Lists raters, and puts a rater into quarantine or releases it.
 
-A rater in quarantine counts no more: its feedback is kept, and what comes is stored, but rewards, pairs and edited
-answers are made without it; those that are not trained on yet are computed again at once, or after a crash.
+Feedback of a rater in quarantine is stored, but rewards, pairs and edited answers ignore it. Rows not yet trained on
+are recomputed at once, or after a crash.
 """
 
 from typing import Any, NamedTuple

@@ -118,7 +118,7 @@ class Reports(LedgerPart):
         return [row[0] for row in self._read(query)]
 
     def newest_commit(self, tenant: str | None = None) -> float | None:
-        """When the newest of what is committed now was, a tenant's or all; None if nothing is."""
+        """The newest commit time of the committed rows, of a tenant or of all; None without rows."""
         if not self.counts(tenant)[State.COMMITTED]:
             return None
         newest = committed_by("waiting", experiences.c.committed_at).where(_of_each, _of(tenant))

@@ -83,10 +83,9 @@ class RestoreResult(NamedTuple):
 
 
 def back_up(settings: Settings, target: Path, *, clock: Callable[[], float] = time.time) -> BackupManifest:
-    """Write a backup into the new folder `target`; nothing of the experiment is changed.
+    """Write a backup into the new folder `target`; the experiment is unchanged, and a failure leaves `target` empty.
 
-    Raises FileRefused if the target cannot be written, EnvironmentRefused if the experiment cannot be backed up,
-    LedgerUnavailable if its database is away. Nothing is left in `target` then.
+    Raises FileRefused for the target, EnvironmentRefused for the experiment, LedgerUnavailable without a database.
     """
     require_restored(settings.job_dir)
     schema, draft = settings.buffer.trainer_input.experience_buffer.name, target.with_name(f"{target.name}.partial")

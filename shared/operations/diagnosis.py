@@ -1,8 +1,7 @@
-"""What stands still, and why no training step is happening: from facts to sentences with a cure.
+"""Derives from facts what has stalled, why no training step runs, and the cure of each.
 
-The one file of rules behind `/health/ready`, the reasons of `/training`, the gauges, the alarms and `tuneloop doctor`.
-That a process lives says nothing of whether it moves, so each part reports when it last moved. Pure: the caller brings
-the facts.
+The rules behind `/health/ready`, `/training`, the gauges, the alarms and `tuneloop doctor`. A live process may still be
+stuck, so each part reports its last progress. Pure: the caller supplies the facts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -368,7 +367,7 @@ def _of_the_versions(facts: Facts, ledger: LedgerFacts) -> Iterator[Reason]:
 
 
 def when_committed(group_by: str, at: float | None, what: str = "it") -> str:
-    """When a running explorer commits by itself what is due at a time, as far as that is known."""
+    """Say when a running explorer commits due rows by itself, with the time if it is known."""
     told = f"{what} is released by itself" + ("" if at is None else f" at {moment(at)}")
     if group_by != "none":
         whole = (

@@ -45,7 +45,7 @@ class EngineSummary(NamedTuple):
 
 
 class ExplorerView(NamedTuple):
-    """What a running explorer says of itself: its engines, None where it does not say, and what stands still."""
+    """A running explorer's report: its engines (None: not reported) and its stalled parts."""
 
     engines: list[EngineSummary] | None
     stops: tuple[Standstill, ...] = ()

@@ -114,7 +114,7 @@ def explain(
     tenant: str | None = None,
     sees_all: bool = True,
 ) -> Explanation:
-    """What happened to a reply or choice, of any or one tenant; unless `sees_all`, nothing is said about others'."""
+    """The history of a reply or choice, of any or one tenant; without `sees_all`, excludes other tenants."""
     msg_id, _, choice = reply_id.partition(":")
     history = ledger.reply_histories.get(msg_id, tenant)
     if history is None:

@@ -1,4 +1,4 @@
-"""Whether the job folder is this experiment's, and on a file system that can do what is done there."""
+"""Checks that the job folder belongs to this experiment, and that its file system has the needed functions."""
 
 import ctypes
 import errno
@@ -101,7 +101,7 @@ def network_of(path: Path) -> tuple[str | None, str | None]:
 
 
 def find_lacking(folder: Path) -> list[str]:
-    """What the file system of a folder cannot do of what is done in a job folder: a part of a sentence for each."""
+    """The functions that a job folder needs and its file system lacks, each as part of a sentence."""
     with (
         suppress(OSError),
         tempfile.TemporaryDirectory(prefix=".trial-", dir=_existing_part(folder), ignore_cleanup_errors=True) as trial,

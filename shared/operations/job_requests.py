@@ -33,7 +33,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class JobRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A job in the list. Times are seconds since 1970; `loss` is what its last step or reward is said to be."""
+    """A job in the list. Times are seconds since 1970; `loss` describes its last step or reward."""
 
     id: str
     tenant: str
@@ -185,10 +185,10 @@ def count_lines(path: Path) -> int:
 
 
 def _parent_of(settings: Settings, ledger: Ledger, model: str, tenant: str) -> tuple[int, dict[str, Any]]:
-    """The version that a job of a model begins with, and what its policy's adapter has of its own.
+    """The version that a job of a model starts from, and its policy's adapter options; raises RequestRefused.
 
-    The model's own name is the base model, `name@version` that version, a policy's name its champion, and `ft:…` the
-    version of that job. Raises RequestRefused.
+    The model's own name is the base model, `name@version` that version, a policy's name its champion, `ft:…` that
+    job's.
     """
     own_names = {settings.served_model_name, *settings.model.aliases}
     name, at, number = model.rpartition("@")

@@ -1,7 +1,7 @@
-"""Notices that a database is older than the checkpoints that were made with it: the database alone was restored.
+"""Detects a database that is older than its checkpoints: the database alone was restored.
 
-Numbers of versions and epochs only grow, and each is written down beside the checkpoints, too. Records need no such
-look: the explorer offers those that are still in its outbox to a database that has lost them.
+Version numbers and epochs only grow, and each is also stored beside the checkpoints. Records need no check: the
+explorer drains its outbox again into a database that lost them.
 """
 
 from contextlib import suppress

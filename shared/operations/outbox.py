@@ -27,7 +27,7 @@ def read_outbox(settings: Settings, ledger: Ledger) -> OutboxStatus:
 
 
 def name_of(refused: RefusedRecord) -> str:
-    """What people call a refused record: the same as long as it lies there."""
+    """The display name of a refused record, constant while the record exists."""
     return hashlib.sha256(f"{refused.file}:{refused.end_offset}".encode()).hexdigest()[:12]
 
 

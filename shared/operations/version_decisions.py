@@ -1,7 +1,7 @@
-"""An administrator's decisions about versions, for the command line and the admin API alike.
+"""Applies an administrator's decisions about versions, for the command line and the admin API.
 
-Each names the champion that was seen, or takes the present one: of two decisions at once, the second is refused. The
-verifier reads a version first, like all that engines load: it may have been damaged or deleted since it served.
+Each decision names the champion that it saw, or takes the present one: the second of two concurrent decisions is
+refused. The verifier reads a version first, since its files may be damaged or deleted.
 """
 
 import subprocess

@@ -1,8 +1,7 @@
-"""Finds what is to be redacted in a text: the built-in kinds, the operator's patterns, and Presidio's entities.
+"""Finds what to redact in a text: built-in kinds, the operator's patterns and Presidio's entities.
 
-Every search for a built-in kind takes time linear in the length of the text: no pattern can be made to backtrack by
-what a client writes. Each first looks for characters without which its kind cannot occur: most texts cost next to
-nothing.
+Each built-in search is linear in the text's length, so no client text can force backtracking. A cheap test for required
+characters comes first, and skips most texts.
 """
 
 import importlib
@@ -354,7 +353,7 @@ class Detector:
         return str(number) if self._patterns else None  # neither a card nor a phone number
 
     def redact(self, text: str) -> str:
-        """A text with `[REDACTED:kind]` in the place of what is found in it."""
+        """A text with `[REDACTED:kind]` in place of each finding."""
         return replace_spans(text, self.spans(text))
 
 

@@ -1,8 +1,7 @@
-"""Takes personal data and secrets out of records before they are written anywhere.
+"""Removes personal data and secrets from records before any write.
 
-In texts `[REDACTED:kind]` stands in the place of each. The token ids that spell one become REDACTED, and their
-log-probabilities 0: as many as there were, so that all others keep their position. Names, by which rows are found
-again, become a keyed digest: the same for the same name.
+Texts get `[REDACTED:kind]`. Token ids of a finding become REDACTED with log-probability 0, in equal number, so that
+positions stay. Names become keyed digests: rows are found by equal names.
 """
 
 import hashlib
@@ -160,7 +159,7 @@ class Redactor:
         return {name: value for name, value in fields.items() if value != getattr(event, name)}, work.kinds
 
     def name(self, name: str) -> str:
-        """A name as it may be written: a keyed digest of one that holds what is redacted."""
+        """A name in its stored form: a keyed digest if the name holds a finding."""
         return self.hidden_name(name) if self._detector.spans(name) else name
 
     def hidden_name(self, name: str) -> str:
@@ -189,7 +188,7 @@ class Redactor:
     def _experience(
         self, experience: Experience, work: "_Work", spellings: tuple[Spelling, Spelling] | None, shown: bool
     ) -> Experience:
-        """The experience as it may be written; `shown`: the prompt or a reply holds what is to be replaced."""
+        """The experience in its stored form; `shown`: the prompt or a reply holds a finding."""
         calls = _load(experience.tool_calls)
         cleaned = replace(
             experience,
@@ -349,7 +348,7 @@ def _ids(packed: bytes) -> Int32s:
 
 
 def _without(packed: bytes, spelling: Spelling, work: _Work) -> tuple[bytes, npt.NDArray[np.bool_]]:
-    """Token ids without those that spell what is redacted, and which those were."""
+    """Token ids with REDACTED for those that spell a finding, and the mask of these."""
     ids = _ids(packed).copy()
     hidden = np.zeros(len(ids), bool)
     for span in work.spans(spelling.text):

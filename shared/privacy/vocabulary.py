@@ -1,7 +1,6 @@
-"""What each token id stands for, in bytes: it says which ids of a prompt or a reply spell a span of text.
+"""Maps token ids to bytes, read from the model's `tokenizer.json` without a library.
 
-It is read from the `tokenizer.json` of the model, of which no library is needed for that: a token stands for the same
-bytes wherever it comes.
+The map finds the ids of a prompt or reply that spell a span of text; a token has the same bytes everywhere.
 """
 
 from bisect import bisect_left, bisect_right

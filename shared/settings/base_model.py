@@ -60,7 +60,7 @@ def require_downloads(settings: Settings) -> None:
 
 
 def require_trainable(settings: Settings) -> None:
-    """Raise SettingsError if the trainer refuses the base model. Of a folder without config.json nothing is said."""
+    """Raise SettingsError if the trainer refuses the base model; a folder without config.json passes."""
     if settings.mode != "serve" and (problems := [*_problems(settings, settings.model.model_path)]):
         raise SettingsError("\n".join(problems))
 
@@ -116,7 +116,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    """What the tensors of a model are called; those of a file that cannot be read are left out."""
+    """The names of a model's tensors, except those of unreadable files."""
     for file in sorted(folder.glob("*.safetensors")):
         with suppress(OSError, ValueError), file.open("rb") as opened:
             yield from json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), _LARGEST_HEADER)))

@@ -1,4 +1,4 @@
-"""The settings of what is said of replies and what is kept: `judge`, `reward`, `feedback`, `retention`, `privacy`."""
+"""Defines the settings of feedback and retention: `judge`, `reward`, `feedback`, `retention`, `privacy`."""
 
 import re
 from collections.abc import Iterator, Mapping

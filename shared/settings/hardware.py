@@ -36,10 +36,7 @@ def free_memory() -> int:
 
 
 def gpus_from(first: int, size: int) -> list[str]:
-    """`size` of the GPUs that we may use: all of this machine, or what CUDA_VISIBLE_DEVICES names.
-
-    Raises EnvironmentRefused if it names too few.
-    """
+    """`size` GPUs from number `first` on, of this machine or CUDA_VISIBLE_DEVICES; EnvironmentRefused if too few."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return [str(first + each) for each in range(size)]
@@ -53,10 +50,7 @@ def gpus_from(first: int, size: int) -> list[str]:
 
 
 def api_servers_of(settings: Settings) -> int:
-    """API servers of each engine that we start: `api_servers`, which on its own is 1 where there are no GPUs.
-
-    With GPUs half of this machine's cores are for them, up to four an engine: more were not measured to answer faster.
-    """
+    """API servers an engine: 1 without GPUs, else half of the cores, up to 4 an engine (more measured no faster)."""
     rollout, cluster = settings.explorer.rollout_model, settings.cluster
     if rollout.api_servers is not None:
         return rollout.api_servers
@@ -67,10 +61,7 @@ def api_servers_of(settings: Settings) -> int:
 
 
 def explorer_workers_of(settings: Settings) -> int:
-    """Processes that answer requests: `explorer.workers`, which on its own is 1 where there are no GPUs.
-
-    With GPUs a quarter of this machine's cores are for them, up to two for each engine, wherever that is.
-    """
+    """Worker processes: by default 1 without GPUs, else up to two an engine from a quarter of the cores."""
     explorer, rollout = settings.explorer, settings.explorer.rollout_model
     if explorer.workers is not None:
         return explorer.workers

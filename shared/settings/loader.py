@@ -1,7 +1,6 @@
-"""Reads the settings: a YAML file, then environment variables, then `--set` flags.
+"""Reads the settings from a YAML file, environment variables and `--set` flags; writes and connects nothing.
 
-Every problem is reported at once, a line each, with its place and the nearest right name. Nothing is written or
-connected.
+Reports every problem at once, one a line, with its place and the nearest valid name.
 """
 
 import json
@@ -139,7 +138,7 @@ def _report_trinitys(
 
 
 class _Reading:
-    """What was read so far: where each key was written, and what is wrong."""
+    """Keys read so far, with their places, and the problems."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -187,7 +186,7 @@ class _Reading:
         return None
 
     def _locate(self, node: yaml.Node, at: Keys) -> None:
-        """Note where each key and item stands; a key that is written twice is a problem."""
+        """Store the place of each key and item; a duplicate key is a problem."""
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
                 keys = (*at, key.value) if key.tag == "tag:yaml.org,2002:str" else at
@@ -250,7 +249,7 @@ def _validate(values: Mapping[str, Any]) -> tuple[Settings | None, list[ErrorDet
 def _validate_rest(
     values: dict[str, Any], errors: Sequence[ErrorDetails], wrong: Sequence[ErrorDetails]
 ) -> tuple[Settings | None, list[ErrorDetails]]:
-    """The settings without what was refused, and what is still wrong between options that are right by themselves."""
+    """The settings without refused options, and the problems between options that are valid alone."""
     for each in errors:
         section: Any = values
         for key in each["loc"]:

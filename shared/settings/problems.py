@@ -1,4 +1,4 @@
-"""Says in a sentence what is wrong with a setting, and what to write instead."""
+"""Writes the sentence for a problem with a setting, and its cure."""
 
 import difflib
 import json
@@ -97,7 +97,7 @@ def sentences_of(error: ErrorDetails) -> Iterator[tuple[Keys, str]]:
 
 
 def sort_unknown(at: Keys, value: object, ignored: list[str]) -> Iterator[tuple[Keys, str]]:
-    """The problems with what stands at an unknown key; what Trinity has under it goes into `ignored`."""
+    """The problems with an unknown key; keys of Trinity below it go into `ignored`."""
     names = [str(key) for key in at]
     name = ".".join(names)
     if (removed := _REMOVED.get(name)) is not None:

@@ -1,7 +1,6 @@
-"""The settings: every option, its type and its default.
+"""Defines the settings: every option, its type and its default; validators are pure and models frozen.
 
-Names and nesting are Trinity-RFT's wherever it has the option, so that its YAML files load unchanged. Models are frozen
-and validators pure: nothing is created, asked or connected here.
+Names and nesting are those of Trinity-RFT where it has the option, so that its YAML files load unchanged.
 """
 
 import socket

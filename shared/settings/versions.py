@@ -1,4 +1,4 @@
-"""The settings of what is watched: `monitor` in the YAML."""
+"""Defines the settings of monitoring: `monitor` in the YAML."""
 
 import re
 from collections.abc import Iterator

@@ -103,7 +103,7 @@ def check_tracker(settings: Settings) -> None:
 
 
 def open_curves(settings: Settings, run: str, *, after: int) -> CurveWriter:
-    """The curves of a service named `run`, which goes on after a step. `check_tracker` must have passed."""
+    """The curves of a service named `run`, which resume after a step. Requires a successful `check_tracker`."""
     curves, kind = Curves(settings.tensorboard_dir / run, after=after), settings.monitor.monitor_type
     if kind == "tensorboard":
         return curves

@@ -37,10 +37,7 @@ class TrainedIn(NamedTuple):
 
 
 class ReplyView(NamedTuple):
-    """One choice of the reply. `correction` 0 is the reply as it was sampled; `rule` is the reward rule, as JSON.
-
-    `feedback` and `trained` are there in its history alone.
-    """
+    """One choice of the reply; `correction` 0 is as sampled. Only the history has `feedback` and `trained`."""
 
     id: int
     choice: int

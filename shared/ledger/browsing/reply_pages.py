@@ -62,7 +62,7 @@ class ReplyCursor(NamedTuple):
 
 
 class ReplyFilter(NamedTuple):
-    """What is looked for; None is anything. `text` stands somewhere in the request or the reply, in either case."""
+    """Filters of the search; None matches all. `text` matches in request or reply, ignoring case."""
 
     text: str | None = None
     state: State | None = None
@@ -116,7 +116,7 @@ class ReplyPages(ReplyTexts):
         return ReplyPage(rows, *self._end_of(examined, bound))
 
     def _select_examined(self, tenant: str, wanted: ReplyFilter, after: ReplyCursor | None) -> tuple[Any, int | None]:
-        """The replies that are looked at, and how many those are at most; None: all that could be wanted."""
+        """The replies to examine, and their largest number; None: no limit."""
         names = [experiences.c[name] for name in _EXAMINED]
         # The stretch of time, and what is not on an earlier page.
         conditions: list[ColumnElement[bool]] = [true()]
@@ -148,7 +148,7 @@ class ReplyPages(ReplyTexts):
         return int(self._read(select(func.count()).select_from(some))[0][0]) <= _RARE
 
     def _end_of(self, examined: Any, bound: int | None) -> tuple[ReplyCursor | None, float | None]:
-        """Where to look on, and from which time, if not all was looked at."""
+        """The position and time to continue the search from, if it is incomplete."""
         if bound is None:
             return None, None
         [(count,)] = self._read(select(func.count()).select_from(examined))

@@ -136,7 +136,7 @@ def _voice(event: Any) -> str:
 
 
 class EarlyFeedback:
-    """Holds tenants to MAX_EARLY events about what is not there, and each key to as many as are left for the others."""
+    """Limits a tenant to MAX_EARLY events about unknown replies; no key takes more than it leaves to others."""
 
     def __init__(self, ticks: Callable[[], float]) -> None:
         self._ticks = ticks

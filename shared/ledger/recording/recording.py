@@ -158,7 +158,7 @@ class CommitLimits(TypedDict, total=False):
 
 
 class Recording(LedgerPart):
-    """Exchanges and feedback come in, and are committed; `any_reply`: the method takes what is no sample."""
+    """Records and commits exchanges and feedback; `any_reply`: the method also trains on other than samples."""
 
     def __init__(
         self,
@@ -278,10 +278,7 @@ class Recording(LedgerPart):
         reason: str,
         known: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Keep what cannot be recorded of a file, but not of a deleted person, and take what follows it.
-
-        Raises RecordsLost as `record` does.
-        """
+        """Store a refused record, unless its person was erased, and advance past it; raises RecordsLost."""
         with self._write() as connection:
             alone(connection, "record", shared=True)  # else a deletion might not see it, nor it the deletion
             _move_on(connection, {file: number}, now := self._clock(), known=known)
@@ -368,7 +365,7 @@ class Recording(LedgerPart):
     def recompute_rewards(
         self, *, dry_run: bool = False, examined: Callable[[int], object] = lambda count: None
     ) -> RecomputeResult:
-        """Recompute rewards of what is not trained yet, a portion in a transaction; `examined` gets its size."""
+        """Recompute rewards of untrained rows, one portion a transaction; `examined` gets the portion's size."""
         replies = changed = 0
         last = ""
         of_files = select(reward_rules.c.id).where(reward_rules.c.definition == OF_A_FILE)

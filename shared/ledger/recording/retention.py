@@ -1,7 +1,7 @@
-"""The verbs that delete: what is older than the settings allow, and whatever came from a person.
+"""Deletes rows beyond the retention bounds, and all rows of a person.
 
-What was deleted must not come back: it may still lie in an outbox. Deleted trained rows are counted in their versions'
-`purged`, so that the ledger still adds up.
+A deleted record may still be in an outbox and must not return. Deleted trained rows count in their version's `purged`,
+so that the ledger balances.
 """
 
 import math
@@ -197,7 +197,7 @@ class Export(NamedTuple):
 
 
 def bounds_of(retention: Bounds) -> dict[State, float]:
-    """The seconds after sampling that the settings let an experience stay, by its state; for ever where none."""
+    """Retention by state, in seconds after sampling; no bound for a state that is missing."""
     return {State(name): bound for name, bound in retention.model_dump().items() if bound is not None}
 
 
@@ -443,7 +443,7 @@ def _may_be(name: ColumnElement[str], user: str) -> ColumnElement[bool]:
 
 
 def regroup(connection: Connection, rows: Sequence[Any]) -> None:
-    """Let what is left of groups be gathered again: it may be a lone member."""
+    """Gather the remaining members of groups again: one member may be alone."""
     for portion in portions({row.group_id for row in rows if row.group_id is not None}):
         waits = experiences.c.state.in_((State.COMMITTED, State.LEASED))
         left = and_(experiences.c.group_id.in_(portion), waits)

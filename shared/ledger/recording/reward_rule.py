@@ -58,7 +58,7 @@ class Event(NamedTuple):
 
 
 class Reward(NamedTuple):
-    """A reward, when its last feedback came, and the edit that stands; `value` None: edited and not rated."""
+    """A reward, the time of its last feedback, and the valid edit; `value` None: edited and not rated."""
 
     value: float | None
     at: float

@@ -1,7 +1,4 @@
-"""From feedback to rewards: what the events about some replies make of their rows, decided first and then written.
-
-Everything here runs inside a transaction of the ledger: that of the verb that recorded the feedback.
-"""
+"""Computes rewards from feedback and writes them, inside the transaction that recorded the feedback."""
 
 import math
 from collections import defaultdict

@@ -174,7 +174,7 @@ def as_json(pairs: Mapping[str, str]) -> str:
 
 
 def tags_of(tenant: str, request: bytes, metadata: Mapping[str, str] | None = None) -> set[bytes]:
-    """What an exchange is found by. `metadata` stands in the place of the request's, where it was changed."""
+    """Search fields of an exchange. Changed `metadata` replaces the request's."""
     read = _read_request(request)
     found = {tag_of_model(tenant, read.model)} if isinstance(read.model, str) else set()
     pairs = metadata_as_text(read.metadata) if metadata is None else metadata

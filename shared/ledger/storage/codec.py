@@ -1,4 +1,4 @@
-"""The records as rows of the ledger, and back; and what is packed in them, as are an experience's numbers:
+"""Converts records to rows of the ledger and back; an experience's numbers are packed:
 
     u32 P | u32 C | numbers     P prompt ids (int32), C completion ids (int32), C log-probabilities (float32)
 

@@ -1,7 +1,7 @@
-"""How many experiences there are, kept by triggers: to count the rows takes the longer the more there are.
+"""Counts experiences by triggers, since counting rows takes time in proportion to the rows.
 
-A transaction on PostgreSQL adds rows with its differences, so that no transaction waits for another; `FOLD` sums them.
-SQLite has one writer, and changes the rows that are there.
+A PostgreSQL transaction inserts its differences, so that no transaction waits for another; `FOLD` sums them. SQLite has
+one writer, and updates the counts in place.
 """
 
 from sqlalchemy import Connection, text
@@ -28,7 +28,7 @@ FOLD = text(
 
 
 def keep_counts(connection: Connection) -> None:
-    """Count what is there, and have the database count what changes from now on."""
+    """Count the existing rows, and create the triggers that count changes."""
     is_sqlite = connection.dialect.name == "sqlite"
     for statement in _sqlite_triggers() if is_sqlite else _postgresql_triggers():
         connection.exec_driver_sql(statement)

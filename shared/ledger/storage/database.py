@@ -1,8 +1,6 @@
-"""The way to the database: its engine, its schema brought up to date under a lock, and one transaction for each verb.
+"""Opens the database, migrates its schema under a lock, runs one transaction a verb and translates errors.
 
-The database's errors are translated into ours.
-
-The ledger's time: that of the database's clock, counted on with seconds that no user can set.
+The ledger's time is the database's clock at a moment, advanced by monotonic seconds.
 """
 
 import fcntl
@@ -498,7 +496,7 @@ def find(
     *,
     of: int = 1,
 ) -> list[Any]:
-    """The rows of a query in whose `column` one of the values stands, which may be more than a statement takes."""
+    """The rows of a query whose `column` is one of the values, in several statements if the values are many."""
     return [row for some in portions(values, of=of) for row in read(query.where(column.in_(some)))]
 
 

@@ -1,7 +1,4 @@
-"""The tables, with the rules that must hold written into them.
-
-Times are seconds since 1970, UTC. A rule here is a rule for every program that touches the database, ours or not.
-"""
+"""Defines the tables with their constraints, which bind every program. Times are seconds since 1970, UTC."""
 
 from collections.abc import Iterable
 from enum import StrEnum

@@ -1,8 +1,8 @@
-"""Commits by itself what has its reward, as `buffer.commit: auto` says.
+"""Commits rewarded rows for `buffer.commit: auto`; all its state is in the ledger.
 
-A row is due QUIET_S after the last feedback about it or its run, and AT_LATEST_S after the first at the latest. What is
-trained on together is committed together: a run, the runs of a task or both replies of a preference, when none of their
-replies waits for feedback, or `group_timeout` after the first feedback about them. All that decides is in the ledger.
+A row is due QUIET_S after the last feedback about it or its run, and at most AT_LATEST_S after the first. A group
+commits together: a run, a task's runs, or both replies of a preference. It waits until no reply lacks feedback, or
+until `group_timeout` after the first feedback.
 """
 
 from collections import defaultdict
@@ -86,7 +86,7 @@ class AutomaticCommit(RewardsPart):
             return connection.execute(those.values(values)).rowcount
 
     def commit_due(self, rules: BatchRules, after: Place | None = None) -> CommitScan:
-        """Commit what is due of a policy, of at most PAGE rows after that place and what goes with them."""
+        """Commit a policy's due rows: at most PAGE rows after that position, with their groups."""
         with self._write() as connection:
             now = self._clock()
             place = tuple_(experiences.c.rewarded_at, experiences.c.id)

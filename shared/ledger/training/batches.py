@@ -272,7 +272,7 @@ def edited_rows(rules: BatchRules, *what: ColumnElement[Any]) -> Select[Any]:
 
 
 def expire(connection: Connection, rules: BatchRules, *, newest: int) -> None:
-    """Set aside what is too old to be trained on, and with it the whole group that it belongs to."""
+    """Expire rows that are too old to be trained on, each with its whole group."""
     if rules.max_staleness is None:
         return
     too_old = and_(_COMMITTED, of_policy(rules), not_(young(rules)))

@@ -1,7 +1,7 @@
-"""The trainer's verbs for fine-tuning jobs: lines of files become committed rows, and jobs end.
+"""Turns lines of fine-tuning files into committed rows, and ends jobs.
 
-How far a file was taken is written in the transaction that writes its rows, under the trainer's epoch. So whenever a
-trainer is killed, the next one goes on behind the last line that has its rows.
+The position in a file is written in the transaction of its rows, under the trainer's epoch. So a trainer that replaces
+a killed one continues after the last stored line.
 """
 
 from collections.abc import Collection, Mapping, Sequence

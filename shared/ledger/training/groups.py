@@ -1,8 +1,7 @@
-"""Which committed rows are trained on together: the calls of a run, the runs of a task, the replies of a preference.
+"""Groups committed rows that are trained on together: the calls of a run, the runs of a task, a preference's replies.
 
-Everything here runs inside a transaction of the ledger, under the trainer's epoch. A group is named by `group_id`, the
-smallest id of its rows, as soon as it is complete, or, with what there is, `group_timeout` seconds after the first of
-its rows was committed. What is alone by then is no group: it expires.
+Runs inside a transaction of the ledger, under the trainer's epoch. `group_id` is the smallest id of the group's rows. A
+group forms when it is complete, or partial `group_timeout` seconds after its first commit. A single row expires then.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Runs that are judged by their last call: the calls before it, which have no reward, are trained on with it.
+"""Gives the calls of a run without a reward the reward of its last call.
 
-Such a call takes the result's reward when its run is gathered, under a rule of its own. It gives it back if the group
-falls apart before it is trained on, for then the result may have been retracted, and when another trainer begins, which
-may see it otherwise. The time of the requests gives the order of the calls: rows come in any order.
+A call takes the reward when its run is gathered, under a rule of its own. It returns the reward if the group breaks up
+before training (the result may be retracted), and when a new trainer starts. Order is by request time, since rows
+arrive in any order.
 """
 
 from collections import defaultdict

@@ -227,7 +227,7 @@ def fence(connection: Connection, epoch: int) -> None:
 
 
 def newest_version(connection: Connection, policy: int) -> int:
-    """The version of a policy that training goes on from."""
+    """The version of a policy that training continues from."""
     newest = select(func.max(versions.c.version)).where(versions.c.policy == policy, versions.c.state.in_(SERVABLE))
     return connection.execute(newest).scalar() or 0
 

@@ -1,4 +1,4 @@
-"""The verbs about versions: what is served, what might be, what must not; and every decision about one, as an event."""
+"""Changes the states of versions (candidate, canary, champion, rejected …), and stores each decision as an event."""
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -87,7 +87,7 @@ class VersionsNow(NamedTuple):
 
     @property
     def newest(self) -> int:
-        """The newest version that was not rejected: where training goes on from."""
+        """The newest version that was not rejected: training continues from it."""
         return max((each.version for each in self.versions if each.state in SERVABLE), default=0)
 
     def newest_without(self, version: int) -> int:
@@ -165,10 +165,7 @@ class RegisteredVersions(LedgerPart):
         return int(self._read(newest)[0][0] or 0)
 
     def events_since(self, number: int, actions: Sequence[VersionAction]) -> list[VersionEvent]:
-        """The events of these actions after the one of that number, oldest first.
-
-        Decisions are made one at a time, so that none with a smaller number is committed later.
-        """
+        """The events of these actions after that number, oldest first; decisions are serial, so none is missed."""
         newer = (version_events.c.id > number, version_events.c.action.in_(actions))
         return [
             _event_of(row) for row in self._read(select(version_events).where(*newer).order_by(version_events.c.id))

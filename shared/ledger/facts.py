@@ -69,12 +69,11 @@ class DropCount(NamedTuple):
 class LedgerFacts:
     """The ledger's counts.
 
-    Of the committed rows, `claimable` may go into the next batch, `too_old` expire when it is taken, and `ungrouped`
-    are in no complete group. `held_back`: for whose shares there is no full batch, who has the most first. Of all that
-    waits and was sampled lately, `unsampled` are not samples of the policy, where the trainer takes nothing else;
-    `unfit` counts all such rows that wait, by state and reason. `edited` committed rows have an edited answer and no
-    reward, where the method learns from rewards alone. `purged` trained rows are deleted. The leases began no earlier
-    than `leased_since`. What is rewarded and not committed was rewarded at `rewarded_since` or later.
+    Of the committed rows, `claimable` may go into the next batch, `too_old` expire at the next claim, `ungrouped` have
+    no complete group. `held_back`: raters whose shares fill no batch, the largest first. `unsampled` counts recent
+    waiting rows that the method cannot train on; `unfit` counts them by state and reason. `edited` committed rows have
+    an edited answer and no reward, under a method that needs rewards. `purged` trained rows are deleted. No lease is
+    older than `leased_since`, no uncommitted reward older than `rewarded_since`.
     """
 
     states: Mapping[State, StateCount]

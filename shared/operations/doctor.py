@@ -66,14 +66,13 @@ class OpenVersion(NamedTuple):
 
 
 class DoctorReport(NamedTuple):
-    """The facts, a sentence for each sum of the ledger that does not balance, and why no step is happening.
+    """The facts, a sentence for each sum of the ledger that does not balance, and why no training step runs.
 
-    `open_versions` are the waiting candidate, the canary and the pinned version. `lost_files` names files of versions
-    that no engine could load now. `older` says what knows more than the ledger, `unseen` names files of outboxes that
-    no explorer has seen for two hours, `restoring` says that a restore has not come to its end. `engines` are those
-    of the explorer that answers where the settings say, None without one; `pace` is that of the last minutes, None
-    without two versions in them. `explorers` are all that it knows. `not_stored` counts the replies of a week that
-    were not kept. `unmerged` says why calls of the newest runs are not one sequence in training.
+    `open_versions`: the candidate, canary and pinned version. `lost_files`: files of versions that no engine can load.
+    `older`: what is newer than the ledger. `unseen`: outbox files without an explorer for two hours. `restoring`: a
+    restore is incomplete. `engines`: of the answering explorer, None without one. `pace`: recent, None with fewer than
+    two versions. `explorers`: all known ones. `not_stored`: replies lost in a week. `unmerged`: why calls of the newest
+    runs are not one sequence in training.
     """
 
     facts: Facts

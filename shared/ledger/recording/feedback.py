@@ -333,12 +333,11 @@ _DROPPED, _DROPPED_OR_UNFIT = _WHY.where(_IS_DROPPED), _WHY.where(or_(_IS_DROPPE
 
 
 class FeedbackResults(Struct, frozen=True):
-    """What became of events, by their ids; `apart`: of the choices of a late one, where it is not the same for all.
+    """Outcomes of events by their ids; `apart`: by choice, for a late event whose choices differ.
 
-    `not_trained` is why replies will not be trained on, by msg_id and choice. `of_runs`: the replies whose reward an
-    event about their run makes. `replaced`: what their source had said before of the same. `unfinished`: those about
-    runs that earn nothing, as their last call was cut off. `of_calls`: the outcomes, by call_id, of events with the id
-    of another call's.
+    `not_trained`: why replies are not trained on, by msg_id and choice. `of_runs`: replies whose reward comes from an
+    event about their run. `replaced`: the source's earlier value. `unfinished`: events about runs without a reward, as
+    the last call was cut off. `of_calls`: outcomes, by call_id, of events whose id another call used.
     """
 
     outcomes: dict[str, Outcome] = {}

@@ -185,11 +185,10 @@ class Recording(LedgerPart):
         places: Sequence[tuple[str, int]] = (),
         known: Mapping[str, int] = MappingProxyType({}),
     ) -> FeedbackResults:
-        """Store exchanges and feedback in their order; what became of the feedback.
+        """Store exchanges and feedback in their order, and return the outcome of the feedback; existing rows stay.
 
-        What is there already stays as it is. `places` are the files that the records were read from, and their numbers
-        there: what was taken of a file is not taken again. `known` are numbers up to which files were taken: raises
-        RecordsLost, and stores nothing, where the ledger has no record of that.
+        `places` are the records' files and numbers: a record that was taken before is skipped. `known` are numbers
+        already taken: raises RecordsLost, and stores nothing, if the ledger lacks them.
         """
         with suppress(Deadlock):
             return self._record(records, places, known)

@@ -219,12 +219,10 @@ class Retention(RewardsPart):
     ) -> PurgeResult:
         """Delete the experiences of each state that were sampled longer ago than its bound, in seconds.
 
-        `of_tenants` are the bounds of tenants with their own.
-
-        An exchange goes with its last experience, and the feedback about it too. A row stays while a repeat of it with
-        a later reward waits to be trained on. Feedback whose reply was never recorded goes by the bound of `recorded`.
-        One transaction for each portion, so that others can write meanwhile; `deleted` is called with its size. Raises
-        ValueError for another state.
+        `of_tenants` are bounds of single tenants. An exchange goes with its last experience, and its feedback too. A
+        row stays while its repeat with a later reward waits for training. Feedback about an unknown reply has the bound
+        of `recorded`. One transaction a portion, so that others can write; `deleted` gets its size. Raises ValueError
+        for another state.
         """
         of_tenants = of_tenants or {}
         if in_work := {state for each in (bounds, *of_tenants.values()) for state in each} - set(PURGEABLE):
@@ -252,9 +250,8 @@ class Retention(RewardsPart):
     def erase(self, tenant: str, user: str, *, at: float | None = None, dry_run: bool = False) -> ErasureResult:
         """Delete a person: their exchanges, the feedback about these, and the feedback that they gave.
 
-        Others' replies that are not trained on yet take the rewards that they have without it. Their records that
-        were received before now, and are still in an outbox, are not stored, nor is feedback on their replies from
-        now on. `at` is when they were erased, if that was earlier.
+        Others' untrained replies get their rewards without that feedback. Records from before now that are still in an
+        outbox are not stored, nor later feedback on the person's replies. `at` is the time of an earlier erasure.
         """
         with self._write() as connection:
             alone(connection, "record")

@@ -34,11 +34,10 @@ _REWARDING = frozenset({*Kind} - {Kind.COMMENT})
 
 
 class Event(NamedTuple):
-    """A feedback event as it bears on one reply; `preferred`: whether that is the better one of a preference's two.
+    """A feedback event about one reply; `preferred`: the reply is the better one of a preference.
 
-    `trusted`: its rater is no voter, but whose word decides it. `of_run`: it is about the reply's whole run, whose last
-    call was cut off if that is `unfinished`. `weight`, above 0 and at most 1: how much its rater's word weighs beside
-    others'. `repeated_at`: when it was last said again.
+    `trusted`: a rater whose feedback decides. `of_run`: about the reply's run; `unfinished`: the run's last call was
+    cut off. `weight`, above 0 and at most 1, is the rater's weight. `repeated_at`: the time of its last repeat.
     """
 
     id: int

@@ -264,10 +264,10 @@ class StoredCompletions(RewardsPart):
     def page(
         self, tenant: str, *, wanted: Collection[bytes] = (), after: PageCursor | None, order: Order, limit: int
     ) -> CompletionPage | None:
-        """The next completions, by the time of their requests: those that have all the `wanted` tags.
+        """The next completions by request time that have all the `wanted` tags.
 
-        A page may have fewer than `limit` although there are more: it has MAX_PAGE_BYTES at most. None if none of the
-        MAX_EXAMINED next completions with the rarest of the tags has the others too, and there are more of them.
+        A page may be shorter than `limit` before the end: it has MAX_PAGE_BYTES at most. None if none of the
+        MAX_EXAMINED next completions with the rarest tag has the other tags, and more exist.
         """
         if len(wanted) > 1:
             keys, more = self._with_several(wanted, after, order, limit)
@@ -310,10 +310,10 @@ class StoredCompletions(RewardsPart):
             return row is not None
 
     def delete(self, tenant: str, msg_id: str) -> Deletion | None:
-        """Delete a completion, its experiences and the feedback about it, unless one is leased. None: it is not there.
+        """Delete a completion, its experiences and the feedback about it, unless one is leased; None if there is none.
 
-        What a version was trained on is counted in its `purged`. Other replies take the rewards that they have without
-        this one's feedback. What of it comes in later is not taken any more.
+        Trained rows count in their version's `purged`. Other replies get their rewards without this one's feedback.
+        Later records of it are not stored.
         """
         with self._write() as connection:
             alone(connection, "record")

@@ -28,12 +28,11 @@ from tuneloop.shared.settings.settings import Settings
 class BatchRules(NamedTuple):
     """How batches of one `policy`, by its id, are taken. `max_staleness` is in its versions, both timeouts in seconds.
 
-    A group of `group_by: task` is of `group_size` runs, after its timeout of `least_runs` at least.
-    `any_reply`: also of replies that are not samples of the policy. `edited`: also of those that were edited and not
-    rated. `by_result`: a run's last call says how it went, so
-    those before it need no feedback. `max_rater_share`: the part of a batch that one rater's word may make up.
-    `max_backlog`: so many committed experiences stay when a version is registered. `automatic`: rows were committed as
-    soon as they might, so that groups time out by their rewards.
+    A group of `group_by: task` has `group_size` runs, after its timeout at least `least_runs`. `any_reply` includes
+    replies that are not samples of the policy, `edited` those edited and not rated. `by_result`: a run's last call
+    gives the reward of the calls before it. `max_rater_share`: the largest part of a batch from one rater.
+    `max_backlog`: committed experiences kept at a registration. `automatic`: groups time out by their rewards, since
+    rows are committed as soon as possible.
     """
 
     policy: int = 0

@@ -153,13 +153,13 @@ class Training(RewardsPart):
         parent: int | None = None,
         policy: int = 0,
     ) -> int:
-        """Register the next version of a policy, made of `parent`, and mark what it was trained on; or do neither.
+        """Register the next version of a policy, made of `parent`, and mark the rows that it was trained on, or do
+        neither.
 
-        `publish(version)` puts the checkpoint in its place and returns its path and the sha256 of its manifest. It runs
-        between two transactions that look at the same: a disk may be slower than the database is patient. Raises
-        LeaseLost if any of the rows is not leased under the epoch any more, or is named twice; ParentEnded if `parent`
-        was rejected or rolled back. Nothing is published then, unless that happens meanwhile: what was put there has
-        no owner, and is deleted with old versions.
+        `publish(version)` renames the checkpoint and returns its path and its manifest's sha256. It runs between two
+        transactions with the same checks: a slow disk must not hold one open. Raises LeaseLost for a row that is not
+        leased under the epoch or is named twice, ParentEnded if `parent` was rejected or rolled back. Nothing is
+        published then; a checkpoint that lost a race has no owner, and is deleted with old versions.
         """
         with self._write() as connection:
             version = _number_of_next(connection, epoch, ids, parent, policy)

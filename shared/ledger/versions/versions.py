@@ -284,9 +284,9 @@ class Versions(RegisteredVersions):
     ) -> int:
         """Take a canary or the champion out of service for good; returns the champion's number after that.
 
-        In place of a champion comes the one before it. Newer versions that wait, or have retired unserved, descend from
-        what is rolled back, so they are rejected. Raises VersionRefused, and changes nothing, if the version does not
-        serve, or not as `only_as`, is pinned, the `lead` is over, or there is none to go back to.
+        The previous champion replaces a champion. Newer waiting or unserved versions descend from it and are rejected.
+        Raises VersionRefused, and changes nothing, if the version is pinned, does not serve (as `only_as`), the `lead`
+        is over, or no champion is left.
         """
         with self._write() as connection:
             alone(connection, "promote")

@@ -36,7 +36,7 @@ class Format(StrEnum):
 
 
 class RowLocation(NamedTuple):
-    """A row of a file, and where it stands; without a row the `error` says why it cannot be read."""
+    """A row of a file and its location; without a row, `error` says why it cannot be read."""
 
     where: str
     row: Row | None
@@ -255,7 +255,7 @@ def _as_text(value: Any) -> str | None:
 
 class DraftFile:
     def __init__(self, path: Path) -> None:
-        """Also deletes what is left of earlier ones. Raises OSError."""
+        """Also deletes leftovers of earlier drafts. Raises OSError."""
         list(clear_left_drafts(path))
         self._path, self._draft = path, path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         self.file = new_unlinked(self._draft)

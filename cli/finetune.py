@@ -198,7 +198,7 @@ def _keep(settings: Settings, ledger: Ledger, path: Path, part: slice, tenant: s
 def _trainer(
     settings: Settings, ledger: Ledger, config: Path, overrides: Sequence[str]
 ) -> Iterator[Callable[[], None]]:
-    """Within, a trainer runs: the one that is alive, or one of ours; what is yielded raises if ours has ended."""
+    """Run a trainer meanwhile, unless one is alive; the yielded function raises if the started trainer has ended."""
     trainer = ledger.reports.facts(BatchRules.of(settings)).trainer
     if trainer is not None and trainer.up(ledger.transactions.time()):
         yield lambda: None

@@ -294,15 +294,14 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Experience(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of a reply, as it was sampled.
+    """One sampled choice of a reply.
 
-    `prompt_ids` and `completion_ids` are little-endian int32 bytes, `logprobs` float32 bytes (natural log, one per
-    completion id, under the distribution that was sampled from; all NaN where the engine was not asked for them).
-    Weights may change while a reply is being sampled: `version_min` and `version_max` say which versions wrote it.
-    `tool_calls` is the JSON list of the reply's message. `drop_reason` is set when it must not be trained on;
-    `unsampled` when `logprobs` are not those of a sample of the policy, so that only what needs no ratio of
-    probabilities can learn from it. With a `grammar` they are those of the
-    policy among the tokens that it allows.
+    `prompt_ids` and `completion_ids` are little-endian int32 bytes, `logprobs` float32 bytes: natural log, one per
+    completion id, under the sampled distribution; all NaN if the engine was not asked for them. With a `grammar` they
+    are the policy's among the allowed tokens. Weights may change during a reply: `version_min` and `version_max` bound
+    the versions that wrote it. `tool_calls` is the JSON list of the message. `drop_reason` excludes it from training.
+    `unsampled`: `logprobs` are not those of a sample of the policy, so only methods without a probability ratio can
+    train on it.
     """
 
     choice: int
@@ -352,13 +351,11 @@ class ReplyLimit(NamedTuple):
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
     """One request and its reply.
 
-    `request` is the client's JSON body, `user` the person it is for; times are seconds since 1970, UTC. A higher
-    `priority` is trained on first where `buffer.order` says so. `engine` is the number of the engine that answered,
-    among those of the `explorer`. Where it has a `stamp`, that says when it was received, and `received_at` only until
-    the ledger's time is known. `key` is the name of the key that brought it, for its turn on the way into the ledger.
-    `traces` are the keys of what it may be called on another's wire: see `trace_keys`.
-    `is_retry`: the client's library had asked before, without an answer that reached it. `policy` is the id of the one
-    that answered.
+    `request` is the client's JSON body, `user` its person; times are seconds since 1970, UTC. `buffer.order` may prefer
+    a higher `priority`. `engine` is the number of the engine among the `explorer`'s. A `stamp` dates the receipt;
+    `received_at` counts only until the ledger's time is known. `key` is the client key's name, for its turn in the
+    drain. `traces` are keys of other names: see `trace_keys`. `is_retry`: the client had no answer to an earlier
+    request. `policy` is the id of the policy that answered.
     """
 
     msg_id: str
@@ -384,13 +381,11 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True, tag="exchange"):
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, tag="feedback"):
     """One feedback event about one reply, or, where `msg_id` is None, about every reply of one `task_id` and `run_id`.
 
-    `choice` None means every choice of the reply. `value` is the number, the thumb (1 up, 0 down); `text` the label,
-    the comment, or the edited answer. A preference names the rejected reply in `other_msg_id` and
-    `other_choice`. With a `msg_id`, `task_id` and `run_id` name the reply's own where its request did not.
-
-    Of two events with one `event_id` the first is stored: `call_id` names the request that brought it. `occurred_at` is
-    when it happened, by the client's clock. Its `stamp` is for the order in which it was said, and says when it was
-    received, as that of an exchange does.
+    `choice` None means every choice. `value` is the number or the thumb (1 up, 0 down); `text` the label, comment or
+    edited answer. A preference names the rejected reply in `other_msg_id` and `other_choice`. With a `msg_id`,
+    `task_id` and `run_id` are the reply's own if its request had none.
+    Of two events with one `event_id` the first is stored; `call_id` names its request. `occurred_at` is by the client's
+    clock. `stamp` orders events and dates the receipt, as that of an exchange.
     """
 
     event_id: str
@@ -482,13 +477,12 @@ def message_of(answer: str) -> dict[str, Any] | None:
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """A leased experience as the trainer sees it: `completion_ids` and `logprobs` have the same length, at least 1.
+    """A leased experience for the trainer: `completion_ids` and `logprobs` have the same length, at least 1.
 
-    `unsampled` says why `logprobs` are not those of a sample of the policy, None where they are. `demonstration` is the
-    reply as it should have been, by the latest edited answer that was not retracted: text, or a message as JSON. The
-    `reward` of a reply that was edited and not rated is how alike the two are.
-    `logprobs` are those of the policy among the tokens that its `grammar` allows: `allowed`, once the trainer has
-    rebuilt it. `recomputed`: the trainer made them itself, of the weights that sampled it.
+    `unsampled`: why `logprobs` are not those of a sample of the policy, else None. `demonstration` is the latest valid
+    edited answer, as text or a JSON message; an edited and unrated reply has its similarity to it as `reward`. With a
+    `grammar`, `logprobs` are the policy's among the `allowed` tokens, which the trainer rebuilds. `recomputed`: the
+    trainer computed them with the weights that sampled.
     """
 
     id: int

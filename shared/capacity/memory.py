@@ -82,7 +82,7 @@ class EngineMemory(NamedTuple):
 
 
 class VersionDisk(NamedTuple):
-    """Bytes on disk: the newest version with what training goes on from, an older one, the most there is at once."""
+    """Bytes on disk: the newest version with its training state, an older version, and the peak."""
 
     newest: int
     older: int

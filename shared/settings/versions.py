@@ -118,7 +118,7 @@ class DriftSettings(Section):
 
 
 class MonitorSettings(Section):
-    """Where curves are written, and what is watched."""
+    """Where curves are written, and the monitored figures."""
 
     monitor_type: Literal["tensorboard", "wandb", "mlflow"] = "tensorboard"
     """A tracker besides TensorBoard: [tracker](metrics.md#trackers). _Train._"""
@@ -210,7 +210,7 @@ class RolloutSettings(Section):
 
     @property
     def tries(self) -> bool:
-        """Whether a new version first stands beside the old one."""
+        """Whether a new version first serves only a share of the traffic."""
         return self.mode in SHARES
 
     @property

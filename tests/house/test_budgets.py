@@ -8,7 +8,7 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 67_283
+SOURCE_LINES = 67_277
 TEST_LINES = 81_404
 OPTIONS = 172
 #: Per thousand of all functions.

@@ -25,7 +25,7 @@ MAX_EVENTS = 200
 
 
 class TrainedIn(NamedTuple):
-    """The version that was trained on a row; `served_at`: when it, or else a later one, was served first."""
+    """The version that was trained on a row; `served_at`: when it or a later version was first served."""
 
     version: int
     step: int

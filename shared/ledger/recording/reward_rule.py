@@ -220,7 +220,7 @@ def _is_of_no_end(rule: RewardRule, event: Event) -> bool:
 
 
 def _in_time(rule: RewardRule, events: Iterable[Event], sampled_at: float) -> list[Event]:
-    """The events that can count, in their order: what is said again after the window has no later place for that."""
+    """The events that can count, in their order; a repeat after the window does not move its event."""
 
     def counts(at: float) -> bool:
         return in_window(rule, sampled_at=sampled_at, received_at=at)

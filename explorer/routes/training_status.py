@@ -134,18 +134,19 @@ def _status(
         facts = replace(facts, states={state: StateCount(count) for state, count in counts.items()})
         facts = replace(facts, claimable=ledger.reports.claimable(batches, tenant) if counts[State.COMMITTED] else 0)
     in_training = ledger.policies.in_training(policy.id, tenant)
-    told = {state: facts.count(state)._replace(rows=rows) for state, rows in in_training.items()}
-    facts = replace(facts, states={**facts.states, **told})
-    new = _LOOKS * settings.trainer.poll_interval
+    training = {state: facts.count(state)._replace(rows=rows) for state, rows in in_training.items()}
+    facts = replace(facts, states={**facts.states, **training})
     committed_at = ledger.reports.newest_commit(tenant)
-    looked_at = committed_at is None or now - committed_at > new
+    looked_at = committed_at is None or now - committed_at > _LOOKS * settings.trainer.poll_interval
     weights, buffer, model = facts.weights, settings.buffer, settings.model
     of_hub = (path := model.model_path).parent.name == "snapshots"
     return {
         "served": min(served, default=weights.champion or 0 if weights else 0),
         "newest": weights.newest if weights else 0,
         "step": weights.step if weights else 0,
-        "settled": is_settled(facts, rules, served, looked_at=looked_at),
+        # Rows that were leased when the facts were read may have become a version since.
+        "settled": is_settled(facts, rules, served, looked_at=looked_at)
+        and (weights is None or ledger.versions.of(policy.id).newest().version == weights.servable),
         "trainer_up": facts.trainer is not None and facts.trainer.up(now),
         "experiences": {state.value: facts.count(state).rows for state in State},
         "reasons": [{"code": reason.code.value, "sentence": reason.sentence} for reason in reasons],

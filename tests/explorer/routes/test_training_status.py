@@ -10,9 +10,10 @@ from tests.explorer.checkpoints import register
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tests.factories import exchange, feedback
-from tuneloop.explorer.routes.training_status import is_settled
+from tuneloop.explorer.routes.training_status import _status, is_settled
 from tuneloop.shared.experience import State
 from tuneloop.shared.ledger.facts import HeldBack, LedgerFacts, Rules, StateCount, Weights
+from tuneloop.shared.outbox_status import OutboxStatus
 
 pytestmark = pytest.mark.contract
 
@@ -78,9 +79,8 @@ def test_the_tokens_of_a_run_are_counted(explorer: RunningExplorer) -> None:
 
 
 def test_the_route_says_what_the_training_does(explorer: RunningExplorer) -> None:
-    def status() -> dict[str, Any]:
-        found: dict[str, Any] = explorer.http.get("/training").json()
-        return found
+    def status() -> Any:
+        return explorer.http.get("/training").json()
 
     first = status()
     assert (first["served"], first["newest"], first["settled"], first["trainer_up"]) == (0, 0, True, False)
@@ -91,6 +91,17 @@ def test_the_route_says_what_the_training_does(explorer: RunningExplorer) -> Non
     register(explorer.ledger, explorer.settings.job_dir)
     eventually(lambda: status()["served"] == 1)
     assert status()["newest"] == 1
+
+
+def test_a_version_registered_while_the_ledger_is_read_is_not_settled(
+    explorer: RunningExplorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger, settings = explorer.ledger, explorer.settings
+    arguments = (settings, ledger, ledger.policies.get(0), [0], OutboxStatus(), None, ())
+    assert _status(*arguments)["settled"]
+    counted = {State.COMMITTED: 0, State.LEASED: 0}
+    monkeypatch.setattr(ledger.policies, "in_training", lambda *_: register(ledger, settings.job_dir) and counted)
+    assert not _status(*arguments)["settled"]
 
 
 def test_whose_feedback_a_share_holds_back_is_told_by_name_and_counted(explorer: RunningExplorer) -> None:

@@ -299,6 +299,18 @@ class EngineControl:
     async def let_go(self, adapter: AdapterView) -> None:
         """Nothing is held."""
 
+    async def prove_adapter(self, name: str, probe: Probe) -> "EngineControl":
+        """A control that asks for an adapter, which is proven. Raises CheckpointRejected after several attempts."""
+        named = self.asking(name)
+        for proofs in range(1, _PROOFS + 1):
+            try:
+                await named.prove(probe)
+                break
+            except CheckpointRejected:
+                if proofs == _PROOFS:
+                    raise
+        return named
+
     def asking(self, name: str | None) -> "EngineControl":
         """The same engine, asked by the name of an adapter that it has; None: the base model."""
         return self
@@ -486,15 +498,8 @@ class AdapterControl(EngineControl):
         if not is_adapter(actor):
             raise CheckpointRejected("the checkpoint holds full weights, and model.lora.rank is not 0")
         resets, name = self._resets, await self._load(actor)
-        named = self.asking(name)
         try:
-            for proofs in range(1, _PROOFS + 1):
-                try:
-                    await named.prove(probe)
-                    break
-                except CheckpointRejected:
-                    if proofs == _PROOFS:
-                        raise
+            named = await self.prove_adapter(name, probe)
             if resets != self._resets:
                 raise EngineError("it was started again while it loaded an adapter")
         except BaseException:

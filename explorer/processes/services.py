@@ -338,7 +338,9 @@ async def open_control_services(
 
     key_watch = KeyWatch(settings, ledger.keys)
     places = fleet.engines[: len({*addresses})]  # those behind them are at the same addresses
-    serving = PolicyServing(settings, fleet, places, ledger=ledger, metrics=metrics, totals=totals)
+    serving = PolicyServing(
+        settings, fleet, places, ledger=ledger, metrics=metrics, totals=totals, distrust=attestation.distrust
+    )
     await asyncio.gather(asyncio.to_thread(key_watch.open), serving.open())
     require_keys(settings, key_watch.table)
     canary_controller = CanaryController(settings, ledger, totals=totals, metrics=metrics)

@@ -144,7 +144,7 @@ class Attestation:
         self._proofs.pop(engine.number, None)
         reason = "it was restarted, and answered before it was given these weights again"
         since = steady_clock.time_at(since_s)
-        await self._distrust(Mismatch(engine.number, engine.version, since, steady_clock(), reason, {}))
+        await self.distrust(Mismatch(engine.number, engine.version, since, steady_clock(), reason, {}))
 
     async def _doubt(self, engine: Engine, version: Version, fault: _Fault) -> None:
         """Take out of training what an engine that is out of rotation has sampled since it was found right; alarm."""
@@ -153,9 +153,9 @@ class Attestation:
         since = steady_clock.time_at(began_s)
         alone = not (self._of_others and proof and proof.swaps == engine.swaps and fault.is_of_weights)
         reason = fault.reason if alone else fault.reason + _NOT_ALONE
-        await self._distrust(Mismatch(engine.number, version.version, since, steady_clock(), reason, fault.figures))
+        await self.distrust(Mismatch(engine.number, version.version, since, steady_clock(), reason, fault.figures))
 
-    async def _distrust(self, found: Mismatch) -> None:
+    async def distrust(self, found: Mismatch) -> None:
         found = found._replace(explorer=self._name)
         log.error("engine_mismatch", engine=found.engine, version=found.version, reason=found.reason, since=found.since)
         self._metrics.probes.labels("mismatched").inc()

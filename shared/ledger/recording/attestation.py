@@ -19,13 +19,16 @@ _LONGEST = 86_400.0
 
 REASON = "engine_mismatch"
 
-_MISMATCHES = select(*(mismatches.c[name] for name in ("engine", "since", "until", "explorer")))
+_MISMATCHES = select(*(mismatches.c[name] for name in ("engine", "since", "until", "explorer", "version")))
 
 _UNTRAINED = (State.RECORDED, State.REWARDED, State.COMMITTED, State.LEASED)
 
 
 class Mismatch(NamedTuple):
-    """An engine did not serve `version`, as it should, from its last good proof to its last request."""
+    """An engine did not serve `version`, as it should, from its last good proof to its last request.
+
+    With `of_version`, its replies of that version alone are not trusted: an adapter beside others.
+    """
 
     engine: int
     version: int
@@ -34,6 +37,7 @@ class Mismatch(NamedTuple):
     reason: str
     figures: Details
     explorer: str | None = None
+    of_version: bool = False
 
 
 class Distrusted(NamedTuple):
@@ -49,7 +53,8 @@ class Attestations(RewardsPart):
         with self._write() as connection:
             alone(connection, "epochs")  # before the next: no trainer's verb waits for it
             alone(connection, "record")
-            row = {"engine": found.engine, "since": found.since, "until": found.until, "explorer": found.explorer}
+            row = {name: getattr(found, name) for name in ("engine", "since", "until", "explorer")}
+            row["version"] = found.version if found.of_version else None
             same = (mismatches.c[name].is_not_distinct_from(value) for name, value in row.items())
             if connection.execute(select(mismatches.c.id).where(*same)).first():
                 return Distrusted(0, {})
@@ -81,6 +86,7 @@ def _sampled_meanwhile(found: Mismatch) -> ColumnElement[bool]:
     return and_(
         exchanges.c.engine == found.engine,
         true() if found.explorer is None else of_explorer,
+        experiences.c.version_max == found.version if found.of_version else true(),
         experiences.c.sampled_at >= found.since - _LONGEST,
         experiences.c.sampled_at < found.until,
         exchanges.c.received_at + exchanges.c.latency_s >= found.since,
@@ -94,9 +100,14 @@ def mark_untrusted(connection: Connection, new_exchanges: Sequence[Exchange]) ->
         ended_at = each.received_at + each.latency_s
         during = (row for row in mismatched if each.received_at < row.until and ended_at >= row.since)
         same = (row for row in during if row.engine == each.engine)
-        if any(None in (each.explorer, row.explorer) or each.explorer == row.explorer for row in same):
-            dropped = (msgspec.structs.replace(one, drop_reason=one.drop_reason or REASON) for one in each.experiences)
-            found.append(msgspec.structs.replace(each, experiences=tuple(dropped)))
-        else:
-            found.append(each)
+        versions = {
+            row.version for row in same if None in (each.explorer, row.explorer) or each.explorer == row.explorer
+        }
+        marked = (
+            msgspec.structs.replace(one, drop_reason=one.drop_reason or REASON)
+            if versions & {None, one.version_max}
+            else one
+            for one in each.experiences
+        )
+        found.append(msgspec.structs.replace(each, experiences=tuple(marked)) if versions else each)
     return found

@@ -226,6 +226,7 @@ mismatches = Table(
     Column("since", Double, nullable=False),
     Column("until", Double, nullable=False),
     Column("explorer", Text, nullable=True),
+    Column("version", Integer, nullable=True),
     UniqueConstraint("engine", "since", "until"),
     CheckConstraint("since <= until", name="range"),
 )

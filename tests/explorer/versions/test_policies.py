@@ -321,6 +321,34 @@ def test_to_prove_an_adapter_takes_no_longer_where_others_are_held(start: Start,
     assert explorer.chat(model="d").headers["x-tuneloop-attested"] == "fingerprint"
 
 
+def test_an_adapter_that_became_wrong_is_loaded_again_and_its_replies_alone_are_not_trained(
+    start: Start, double: EngineDouble
+) -> None:
+    explorer = start(double, probe_interval=0.3)
+    numbers = {name: promoted(explorer, policy(explorer, name)) for name in ("one", "other")}
+    (one, right), (_, wrong) = double.adapters.items()
+    replies = {name: explorer.chat(model=name).json()["id"] for name in numbers}
+
+    def states() -> dict[str, tuple[str, str | None]]:
+        rows = explorer.rows("SELECT msg_id, state, reason FROM experiences WHERE policy > 0 AND state != 'trained'")
+        found = {row.msg_id: (row.state, row.reason) for row in rows}
+        return {name: found.get(reply, ("", None)) for name, reply in replies.items()}
+
+    eventually(lambda: set(states().values()) == {("recorded", None)})
+    double.adapters[one] = wrong
+    eventually(lambda: explorer.chat(model="one").status_code == 200 and double.adapters.get(one) == right)
+    eventually(lambda: states()["one"] == ("dropped", "engine_mismatch"))
+    assert states()["other"] == ("recorded", None)
+    [mismatch] = explorer.rows("SELECT engine, version FROM mismatches")
+    assert (mismatch.engine, mismatch.version) == (0, numbers["one"])
+    [alarm] = explorer.ledger.alarms.all()
+    assert (alarm.name, alarm.version, alarm.holds) == ("engine_mismatch", numbers["one"], False)
+    replies["one"] = explorer.chat(model="one").json()["id"]
+    eventually(lambda: states()["one"] == ("recorded", None))
+    double.adapters.clear()
+    eventually(lambda: explorer.chat(model="one").status_code == 200 and double.adapters[one] == right)
+
+
 def test_beyond_its_bound_the_adapter_that_was_not_asked_for_longest_makes_room(
     start: Start, double: EngineDouble
 ) -> None:
@@ -371,6 +399,7 @@ def test_after_an_engines_restart_adapters_are_loaded_before_it_is_asked(start: 
     double.start_again()
     eventually(lambda: double.began_at != began and explorer.control.fleet.engines[0].control.held == {})
     eventually(lambda: explorer.control.fleet.engines[0].state is EngineState.READY)
+    eventually(lambda: number not in explorer.services.fleet.engines[0].guests)
     reply = explorer.chat(model="one")
     assert (reply.status_code, reply.headers["x-tuneloop-version"]) == (200, str(number))
     assert str(double.chats[-1].body["model"]).startswith(f"tuneloop-adapter-{number}-")

@@ -116,6 +116,7 @@ def test_what_is_trained_already_is_said_in_the_event(ledger: Ledger) -> None:
         "since": 1000.0,
         "until": 2000.0,
         "explorer": None,
+        "version": None,
         "dropped": 1,
         "trained": {str(version): 1},
     }

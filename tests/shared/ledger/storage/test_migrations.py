@@ -174,7 +174,7 @@ def test_an_older_database_gets_the_tables_of_a_new_one_and_keeps_its_rows(place
                 connection.execute(text("UPDATE alembic_version SET version_num = '0015'"))
         database.upgrade(place.url, schema=place.schema)
         assert rows(engine, "experiences") == [row | {"edit_similarity": None, "policy": 0} for row in before]
-        assert rows(engine, "alembic_version") == [{"version_num": "0022"}]
+        assert rows(engine, "alembic_version") == [{"version_num": "0023"}]
         assert [row["name"] for row in rows(engine, "policies")] == ["default"]
         assert len(rows(engine, "exchanges")) == len(STATES)
         ledger = Ledger(engine)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_step [--size 0.6b|1.7b|4b|8b|tiny] [--methods ppo,grpo,reinforce,sft]
         [--settings micro_batch_tokens=32768,compile=true] [--bits 8] [--lora 16] [--base-bits 4]
-        [--sequences 64] [--steps 3] [--plain]
+        [--sequences 64] [--steps 3] [--card 79] [--plain]
 
 Random weights of the shape of Qwen3, made on the spot; random replies whose lengths are log-normal, prompt and reply
 half each. One process, the learner alone (`Learner.step`): no ledger, no engine, no disk; what `--settings` leave open
@@ -14,6 +14,8 @@ one to warm up:
     of the peak    the floating-point operations of an actor's update alone / seconds / peak, as others report it
     memory         the most that was allocated (GPU), or the most that the process had (CPU)
     reckoned       what `tuneloop plan` says that it takes, and its ratio to that
+
+`--card` lets torch allocate so many GiB, as on a smaller card; settings are chosen for these.
 
 `--plain` does the same update by hand beside them: transformers' forward, padded, all logits in float32. The peak is
 that of a large square matmul of the models' type, measured in the same run. For the tiny shape on a CPU all numbers are
@@ -199,6 +201,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def limit_memory(gib: float) -> None:
+    """Let this process allocate no more of the GPU, and find no more there."""
+    free_and_total, card = torch.cuda.mem_get_info, int(gib * GIB)
+    torch.cuda.set_per_process_memory_fraction(card / free_and_total()[1])
+    torch.cuda.mem_get_info = lambda device=None: (min(card, free_and_total(device)[0]), card)
+
+
 @contextmanager
 def peak_memory(device: torch.device, found: list[int]) -> Iterator[None]:
     """Add the most bytes that are taken within to `found`."""
@@ -314,6 +323,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=2475)
     parser.add_argument("--mini-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--card", type=float, help="GiB of GPU memory, fewer than the GPU has")
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16" if on_gpu else "float32")
@@ -338,6 +348,8 @@ def main() -> int:
         print(f"peak of a square matmul {peak / 1e12:,.1f} TFLOP/s; trainer: {options.settings or 'as by default'}\n")
         print("| method | a step | tokens/s | of its floor | of the peak | memory | reckoned | useful |")
         print("|---|---|---|---|---|---|---|---|")
+        if options.card:
+            limit_memory(options.card)
         for method in options.methods.split(","):
             print(measure_method(method, model, config, samples, options).line(peak), flush=True)
         if options.plain:

@@ -14,7 +14,6 @@ from typing import Any
 import structlog
 
 from tuneloop.explorer.background_tasks import every
-from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.metrics import Metrics
 from tuneloop.runner.outbox import Outbox
 from tuneloop.shared.errors import LedgerForbidden, StorageFull
@@ -38,6 +37,9 @@ _LOOK_S = 0.5
 
 #: How often the alarm about captured log-probabilities is looked for.
 _ALARM_S = 5.0
+
+#: Of so many seconds a share is captured. No multiple of a minute: requests by a timer move through it.
+_PERIOD_S = 59.0
 
 #: How much must go onto a disk that has refused a write before it counts as repaired.
 _PROOF = bytes(64 << 10)
@@ -126,19 +128,24 @@ class OutboxLimits:
 
 
 class CaptureChoice:
-    """Which replies engines return log-probabilities for: a share, by hash; all while a mismatch's alarm is open."""
+    """Which replies engines return log-probabilities for: those of a share of the time, by the clock; all while the
+    alarm of a mismatch is open.
+
+    An engine computes log-probabilities of a whole step for one request of it, so that a share of the replies of every
+    moment would cost nearly what all cost.
+    """
 
     def __init__(self, settings: CaptureSettings) -> None:
         self._all = settings.logprobs == "all"
         self._share = settings.captured_share
         self.mistrusted = False
 
-    def asks(self, msg_id: str, upstream: Mapping[str, Any], *, truncated: bool = False) -> bool:
+    def asks(self, upstream: Mapping[str, Any], *, truncated: bool = False) -> bool:
         """Whether the engine is asked for log-probabilities; what a `truncated` reply left only it knows."""
         wanted = upstream.get("logprobs")  # of a text, 0 is a number of them
         if self._all or self.mistrusted or truncated or not (wanted is None or wanted is False):
             return True
-        return in_share(b"captured", msg_id, self._share)
+        return time.time() % _PERIOD_S < self._share * _PERIOD_S
 
     async def watch(self, alarms: Alarms, metrics: Metrics) -> None:
         async def look() -> None:

@@ -370,7 +370,7 @@ class RequestParser:
         if caller.name and isinstance(own, str | None) and own != "":
             salt = {_SALT: caller.tenant if own is None else f"{caller.tenant}:{own}"}
         # Engines of others may have no plug-in, and would return much for a reply that is marked all the same.
-        captured = self.capture.asks(msg_id, upstream, truncated=truncated and self._own_engines)
+        captured = self.capture.asks(upstream, truncated=truncated and self._own_engines)
         added = self._added_fields(dialect, upstream, captured=captured) | salt
         encode = partial(_encode_upstream, sent, body, upstream, _EXPLORER_FIELDS.union(ignored))
         return _ForEngine(encode(added), partial(encode, {}), tuple(added), ignored, captured=captured)

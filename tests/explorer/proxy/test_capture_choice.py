@@ -1,5 +1,7 @@
 """Engines are asked for the log-probabilities of a share of the replies, and of all while these are mistrusted."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,6 @@ from tests.doubles.engine import EngineDouble
 from tests.explorer.conftest import Run
 from tests.explorer.running import HELLO, RunningExplorer, eventually
 from tuneloop.explorer import recorder as capture_choice
-from tuneloop.explorer.engines.fleet import in_share
 from tuneloop.explorer.recorder import CaptureChoice
 from tuneloop.shared.experience import is_captured
 from tuneloop.shared.ledger.storage.codec import from_blob
@@ -15,11 +16,15 @@ from tuneloop.shared.ledger.versions.alarms import Alarm
 from tuneloop.shared.operations.diagnosis import CAPTURE_MISMATCH
 from tuneloop.shared.settings.serving import CaptureSettings
 
-NAMES = [f"chatcmpl-{number}" for number in range(4000)]
+PERIOD_S = capture_choice._PERIOD_S
 
 
 def share_asked(choice: CaptureChoice, **upstream: object) -> float:
-    return float(np.mean([choice.asks(name, upstream) for name in NAMES]))
+    """Of the moments of five periods."""
+    moments = np.linspace(1e9, 1e9 + 5 * PERIOD_S, 4000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture_choice, "time", SimpleNamespace(time=iter(moments).__next__))
+        return float(np.mean([choice.asks(upstream) for _ in moments]))
 
 
 @pytest.mark.parametrize(
@@ -33,18 +38,18 @@ def share_asked(choice: CaptureChoice, **upstream: object) -> float:
 )
 def test_the_share_of_the_settings_is_asked_for(settings: dict[str, object], share: float) -> None:
     choice = CaptureChoice(CaptureSettings.model_validate(settings))
-    assert share_asked(choice) == pytest.approx(share, abs=0.03 if share == 0.5 else 0.012)
+    assert share_asked(choice) == pytest.approx(share, abs=0.002)
 
 
 def test_what_clients_ask_for_is_always_captured() -> None:
     choice = CaptureChoice(CaptureSettings(logprobs="none"))
     assert share_asked(choice, logprobs=True) == share_asked(choice, logprobs=0) == 1
-    assert share_asked(choice, logprobs=False) < 0.03
+    assert share_asked(choice, logprobs=False) == pytest.approx(0.01, abs=0.002)
 
 
 def test_what_engines_of_ours_cut_off_is_always_captured(double: EngineDouble, explorer: RunningExplorer) -> None:
     choice = CaptureChoice(CaptureSettings(logprobs="none"))
-    assert all(choice.asks(name, {}, truncated=True) for name in NAMES)
+    assert all(choice.asks({}, truncated=True) for _ in range(100))
     explorer.http.post("/v1/chat/completions", json=HELLO | {"top_p": 0.5}).raise_for_status()
     assert "logprobs" not in double.chats[-1].body  # it is an engine of others
 
@@ -52,22 +57,23 @@ def test_what_engines_of_ours_cut_off_is_always_captured(double: EngineDouble, e
 @pytest.fixture
 def explorer(running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch) -> RunningExplorer:
     """An explorer of which no reply is one of the share."""
-    monkeypatch.setattr(capture_choice, "in_share", lambda purpose, msg_id, share: False)
+    monkeypatch.setattr(capture_choice, "_PERIOD_S", 4e9)  # now is near its middle
     monkeypatch.setattr(capture_choice, "_ALARM_S", 0.05)
     return running_explorer(double, capture={"logprobs": "none"})
 
 
-def test_of_a_quarter_that_is_captured_every_row_can_be_trained_on(running_explorer: Run, double: EngineDouble) -> None:
+def test_of_a_quarter_that_is_captured_every_row_can_be_trained_on(
+    running_explorer: Run, double: EngineDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture_choice, "_PERIOD_S", 0.05)
     explorer = running_explorer(double, capture={"logprobs": "share", "share": 0.25})
     for number in range(24):
         assert explorer.chat(stream=number % 2 == 1).status_code == 200
     rows = explorer.rows("SELECT msg_id, blob, reason, unsampled, version_min, version_max FROM experiences")
     assert {row[2:] for row in map(tuple, rows)} == {(None, None, 0, 0)}, "the version to recompute from is known"
-    asked = {row.msg_id: in_share(b"captured", row.msg_id, 0.25) for row in rows}
-    assert {row.msg_id: is_captured(from_blob(row.blob)[2]) for row in rows} == asked
-    assert len(asked) == 24
-    assert not all(asked.values())
-    assert sum("logprobs" in each.body for each in double.chats) == sum(asked.values())
+    captured = [is_captured(from_blob(row.blob)[2]) for row in rows]
+    assert (len(captured), sum(captured)) == (24, sum("logprobs" in each.body for each in double.chats))
+    assert 0 < sum(captured) < 24
 
 
 def newest_logprobs(explorer: RunningExplorer) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":

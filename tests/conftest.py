@@ -123,10 +123,7 @@ def ledger(engine: Engine) -> Ledger:
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which looks at the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in parallel, those of a file stay together, and so do those that share a real engine.
-
-    Who names a group of his own is in that one alone. What takes longest begins first.
-    """
+    """Keep the tests of a file, and of a real engine, on one worker; the slowest begin first."""
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
@@ -147,10 +144,7 @@ def _group(item: pytest.Item) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Ten thousand tests live to the end: to look among them for garbage takes half the time that collecting them does.
-
-    Afterwards it would be looked for among them again and again, so they are left out.
-    """
+    """Collect without garbage collection, which takes half of that time, and freeze what was collected."""
     gc.disable()
     try:
         return (yield)

@@ -97,10 +97,7 @@ _MAKE: dict[Kind, Callable[..., None]] = {"created": _create, "migrated": _migra
 
 
 class Schemas:
-    """The schemas of one PostgreSQL server that are ready. A test has one under a name of its own.
-
-    So who goes on writing after his test has ended finds nothing there.
-    """
+    """Schemas of one PostgreSQL server. Each test has its own, so that a late write reaches no other test."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -66,11 +66,7 @@ class RunningPrometheus:
 def prometheus_running(
     folder: Path, target: str, *, key_file: Path | None = None, patience: str | None = None
 ) -> Iterator[RunningPrometheus]:
-    """A Prometheus with the settings and rules of `deploy/prometheus`, but for the target, the key and the pace.
-
-    It brings the key in `key_file`, or none. With `patience`, alerts fire so soon, no age may be above four seconds,
-    and scrapes may take long.
-    """
+    """A Prometheus with the rules of `deploy/prometheus`; with `patience`, alerts fire after so many seconds."""
     executable = program("prometheus")
     folder.mkdir()
     rules = (FOLDER / "alerts.yml").read_text()

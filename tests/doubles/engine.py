@@ -49,10 +49,7 @@ def pieces(stream: bytes) -> list[bytes]:
 
 
 def logprobs_of(weights: Path, prompt_ids: Sequence[int]) -> list[float]:
-    """The log-probability of each id but the first under the weights in a folder: made up, but always the same.
-
-    Every folder that is not a checkpoint's holds the base model.
-    """
+    """Made-up log-probabilities of each id but the first; a folder that is no checkpoint is the base model."""
     name = weights.parent.name if weights.parent.name.startswith("global_step_") else "base"
     return [
         -(1 + zlib.crc32(f"{name}:{position}:{token}".encode()) % 1000 / 250)

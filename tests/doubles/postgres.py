@@ -22,10 +22,7 @@ class Program(NamedTuple):
 
 
 class PostgresServer(Protocol):
-    """A server that is running; it may be stopped and started again. `close` stops it and deletes its folder.
-
-    To stop `fast` ends its connections in order; `immediate` drops everything, as a crash does.
-    """
+    """A running server. Stopped `fast`, it ends its connections; `immediate` drops everything, as a crash does."""
 
     @property
     def url(self) -> str: ...
@@ -106,10 +103,7 @@ class InstalledServer:
 
 
 def started(*, durable: bool = False) -> PostgresServer:
-    """A new server. Raises RuntimeError if neither the wheel nor PATH has one that starts.
-
-    It waits for the disk only if it must be `durable`: nothing outlives a test.
-    """
+    """A new server, which syncs only if `durable`. Raises RuntimeError if neither the wheel nor PATH has one."""
     why = []
     for kind in (WheelServer, InstalledServer):
         # The path of a Unix socket has 107 characters at most, so it is short.

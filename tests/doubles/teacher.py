@@ -22,10 +22,7 @@ def logprob_of(ids: list[int], at: int) -> float:
 
 @dataclass
 class TeacherDouble:
-    """One endpoint. `fails`: statuses of the next answers; `refuses`: more token ids get 400.
-
-    `poison`: token ids on which it fails, as `chokes` says: with 500, with a NaN, or with a second's silence.
-    """
+    """An endpoint. `fails`: statuses of the next answers; `poison`: token ids that fail as `chokes` says."""
 
     tokenizer: Path
     model: str = "big"

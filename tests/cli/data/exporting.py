@@ -22,10 +22,7 @@ ANSWER = {"role": "assistant", "content": "Hello."}
 
 
 def erased_during(other: Callable[[], Any], path: Path, user: str, *, stop_at: int) -> tuple[FileErasure, Any]:
-    """Erase a person from a file, and begin other work meanwhile, which may have to wait until that is done.
-
-    The erasure stops when it has read so many rows, those counted twice that it reads twice: the file is open then.
-    """
+    """Erase a person from a file, and begin other work once so many rows were read."""
     rows, reading, goes_on = count(1), Event(), Event()
 
     class Slow(Person):

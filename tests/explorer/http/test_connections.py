@@ -73,10 +73,7 @@ async def server_with(
     route: SamplingRoute | None = None,
     limits: BodyLimits | None = None,
 ) -> AsyncIterator[Callable[[], Awaitable["Connection"]]]:
-    """A server with a sampling route: one that answers a body with its length, and waits for a gate where that is 3.
-
-    Whoever leaves while it waits is waited for, too.
-    """
+    """A server whose sampling route answers a body with its length, and waits for a gate where that is 3."""
     opened_gate = gate or asyncio.Event()
 
     async def answer(request: ClientRequest) -> None:

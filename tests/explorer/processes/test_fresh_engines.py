@@ -148,10 +148,7 @@ async def serving(
     head_is_seen: bool = True,
     **explorer: Any,
 ) -> AsyncIterator[Service]:
-    """Engines of ours at the doubles' places, of which the last `spare` are room for fresh ones.
-
-    They take up versions by restarts, or `tries` finds out whether they must.
-    """
+    """Engines of ours in place of the doubles; the last `spare` places are empty."""
     settings = settings_for(folder, request_timeout=20, **explorer)
     ledger = open_ledger(settings)
     async with AsyncExitStack() as stack:

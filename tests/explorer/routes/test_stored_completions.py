@@ -31,10 +31,7 @@ SAID = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4=
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningExplorer]:
-    """An explorer whose ledger holds MANY exchanges, every fifth labelled; its engine is at a place of its own.
-
-    At a place of all it would see another test's engine begin there, and say so among what that test prints.
-    """
+    """An explorer whose ledger has MANY exchanges, every fifth labelled, with an engine address of its own."""
     folder = tmp_path_factory.mktemp("many")
     with engine_place() as place, explorer_running(settings_for(folder, [place.fresh().url])) as running:
         running.ledger.recording.record([imported(number) for number in range(MANY)])

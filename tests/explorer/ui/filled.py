@@ -53,11 +53,7 @@ _TOOLS = [
 
 
 class Scale(NamedTuple):
-    """How much is in a ledger: of each version so many replies, over so many seconds, to so many people.
-
-    `batch` of them are trained on, and each version is better by `gain`. `hostile`: and one exchange that does harm.
-    `well`: the trainer runs, and there is no alarm.
-    """
+    """The size of a ledger: replies, seconds and people of each version; `batch` rows are trained, each adds `gain`."""
 
     replies: int = REPLIES
     seconds: float = HOUR

@@ -80,11 +80,7 @@ _BUILDING = threading.Lock()
 
 @dataclasses.dataclass
 class Findings:
-    """How far an engine is from transformers, in nats; with `reason` where that is not all that is wrong.
-
-    `fresh`: started with the weights. `in_place`: they were loaded into it. `adapter`: loaded beside the base model's.
-    `trial` is what the explorer concludes at its start: whether it takes up versions in place.
-    """
+    """Distances of an engine from transformers, in nats: started `fresh`, loaded `in_place`, and as an `adapter`."""
 
     name: str
     allowed: float

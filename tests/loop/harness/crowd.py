@@ -73,12 +73,7 @@ class Load:
 
 
 class Crowd(Load):
-    """Clients, one question after the other in each lane.
-
-    A lane asks a few questions, gives feedback on most of them, some of it twice at once, corrects some of it, commits,
-    and corrects some again. It commits only what is its own. What fails is tried again until it succeeds. The lanes ask
-    `models` in turn.
-    """
+    """Clients that ask in lanes, rate, correct and commit their own replies of `models`, and retry what fails."""
 
     def __init__(self, url: str, *, lanes: int, seed: int, models: Sequence[str] = (MODEL,)) -> None:
         super().__init__(url)

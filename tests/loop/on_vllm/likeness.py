@@ -104,12 +104,7 @@ def nearly(told: Any) -> Any:
 
 
 def assert_alike(vllm: httpx.Client, ours: httpx.Client, path: str, body: Json) -> Said:
-    """Ask both. A stream has the same events one by one; if it is cut now so, now otherwise, the same in all.
-
-    How many tokens an event has depends on how fast vLLM's two processes run against each other. An old vLLM says less
-    than a later one: of the log-probabilities that are streamed it is asked all, and nothing is compared that it does
-    not know.
-    """
+    """Ask both, and compare event by event. An old vLLM streams fewer log-probabilities: missing ones are skipped."""
     cuts, old = [], is_old(vllm)
     for number in range(_TRIES):
         theirs, told = ask(vllm, path, body), ask(ours, path, body)

@@ -258,11 +258,7 @@ _ID = re.compile(r"(resp|msg|rs|fc)_[0-9a-f]{16}|chatcmpl-tool-[0-9a-f]{16}")
 
 
 def _comparable(told: Any, key: str = "") -> Any:
-    """Without what differs from call to call: ids (but not their form), times and what was in the engine's cache.
-
-    Nor are tokens compared that are no text, such as parts of a character: nobody is told of them when they are
-    streamed alone.
-    """
+    """Without ids, times, cached tokens, and tokens that are parts of a character, which no stream shows alone."""
     if key == "logprobs" and told:
         told = [each for each in told if each["token"] and not each["token"].startswith("<|")]
     if isinstance(told, dict):

@@ -46,11 +46,7 @@ def test_the_start_is_asked_for_only_where_it_counts(options, needed):
 
 
 def _learnt(*, correction, proximal="recomputed", clip_range_high=0.2):
-    """The final expected reward of a bandit of four arms, taught with replies that other weights sampled.
-
-    The sampling policy loves arm 1 and is not near the learner's; arm 0 pays 1, arm 1 pays 0.6, the others nothing.
-    Without the weight the loved arm counts as often as it was sampled, and wins.
-    """
+    """The final expected reward of a bandit of four arms: arm 0 pays 1, and arm 1, sampled most often, pays 0.6."""
     torch.manual_seed(0)
     behaviour = torch.tensor([0.04, 0.9, 0.03, 0.03])
     rewards = torch.tensor([1.0, 0.6, 0.0, 0.0])

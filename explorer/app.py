@@ -1,4 +1,4 @@
-"""The composition root of a worker: the app's lifespan opens and closes its services, and routes only call them."""
+"""Builds the ASGI app of a worker: the lifespan opens and closes the services that the routes call."""
 
 import asyncio
 import functools
@@ -162,12 +162,12 @@ ServicesOf = Annotated[Services, Depends(_services)]
 
 
 def _add_routes(app: FastAPI) -> None:
-    # HEAD too: checks of containers send it, such as `wget --spider`.
+    # HEAD too: container health checks such as `wget --spider` send it.
     probe = functools.partial(app.api_route, methods=["GET", "HEAD"])
 
     @probe("/health")
     @probe("/health/live")
-    @probe("/api/hello")  # Claude Code asks it whether it is connected, and reads the status alone
+    @probe("/api/hello")  # Claude Code checks the connection here and reads only the status
     @probe(f"{TRINITY}/health")
     async def live() -> Response:
         return JSONResponse({"status": "live"})
@@ -177,7 +177,7 @@ def _add_routes(app: FastAPI) -> None:
         reason, stops = _why_not_ready(services), services.control_client.stops()
         status: dict[str, object] = {"status": "not_ready" if reason else "ready"}
         client, [own, _] = request.client.host if request.client else "", request.scope.get("server") or ("", 0)
-        # Who has our own address is on this machine, too.
+        # A client with this machine's own address runs on this machine.
         if is_from_here("127.0.0.1" if client == own else client, request.headers.raw):
             engines = [
                 EngineSummary(each.number, each.state.value, each.version, each.proof, each.packs)._asdict()
@@ -206,7 +206,7 @@ def _why_not_ready(services: Services) -> str | None:
 
 
 def open_outbox(settings: Settings, stack: AsyncExitStack) -> Outbox:
-    """The outbox that the routes write to, closed by `stack`. Raises OSError."""
+    """Open the outbox that the routes write to; `stack` closes it. Raises OSError."""
     outbox = Outbox(settings.outbox_dir, FILE_BYTES)
     stack.callback(outbox.close)
     return outbox

@@ -1,4 +1,4 @@
-"""Runs what the explorer does beside the requests: one loop for every periodic task, and one way for a task to fail."""
+"""Runs the explorer's periodic tasks and reports a task that fails."""
 
 import asyncio
 import gc
@@ -12,12 +12,12 @@ from tuneloop.shared.errors import LedgerUnavailable, StartupError, TuneloopErro
 
 log = structlog.get_logger()
 
-#: Called when a task that the service needs has ended with an error, such as an engine that dies at start.
+#: Called with the error of a required task that has ended, such as an engine that dies at start.
 OnFailure = Callable[[TuneloopError], None]
 
 Task = Coroutine[Any, Any, None]
 
-#: One turn of a periodic task. It may return the seconds until the next one; None: as usual.
+#: One iteration of a periodic task. It may return the seconds until the next iteration; None: the usual interval.
 Turn = Callable[[], Awaitable[float | None]]
 
 
@@ -51,17 +51,17 @@ async def run_task(task: Task, on_failure: OnFailure) -> None:
     except TuneloopError as error:
         on_failure(error)
     except Exception as error:
-        # A bug. Its task is gone, so go down and be started again rather than go on without it.
+        # A bug ended the task. The service stops and is restarted, because it cannot run without the task.
         log.exception("task_failed")
         on_failure(TuneloopError(f"an internal error: {error!r}"))
 
 
-#: Full collections are rare then; what a reply or a record is made of is freed by its references' counts.
+#: Full collections become rare: reference counts free the objects of replies and records.
 _THRESHOLD = (20_000, 20, 20)
 
 
 def freeze_garbage() -> None:
-    """Look no more through what this process has opened and imported until now."""
+    """Exclude all objects that exist now from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_THRESHOLD)

@@ -1,4 +1,4 @@
-"""Moves what the outbox holds into the ledger, which keeps the number of the last record of each file."""
+"""Moves the records of the outbox into the ledger, which stores the number of each file's last record."""
 
 import asyncio
 import contextlib
@@ -27,40 +27,40 @@ log = structlog.get_logger()
 #: Records that go into the database in one transaction, and their bytes.
 GROUP, GROUP_BYTES = 512, 32 << 20
 
-#: How often the files are read, the status is sent, and the ledger's numbers are compared with ours.
+#: Seconds between reads of the files, between status reports, and between comparisons with the ledger's numbers.
 _LOOK_S, _TELL_S, _COMPARE_S = 0.1, 0.5, 10.0
 
-#: How long a drained file is kept: a standby that lagged, and is promoted, is filled from it. None is where fewer bytes
-#: are free: the recorder leaves up to half as many.
+#: Seconds for which a drained file is kept, to refill a standby that lagged before its promotion. Below `_ROOM_BYTES`
+#: of free space no drained file is kept, because the recorder leaves up to half as many.
 KEEP_S, _ROOM_BYTES = 600.0, 2 << 30
 
-#: How long a record is offered again that the database refuses for what it holds, and the same where the cause is
-#: unknown whether the record or the database is at fault.
+#: Seconds for which a refused record is retried: where the database refuses its content, and where the cause may be the
+#: record or the database.
 RECORD_PATIENCE_S, PATIENCE_S = 10.0, 900.0
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
-#: So long the drain goes on after a stop was asked for. What is left stays on disk for the next start.
+#: Seconds for which the drain continues after `stop`. The remaining records stay on disk for the next start.
 STOP_S = 5.0
 
 _Result = TypeVar("_Result")
 
 
 class _Stopped(Exception):
-    """The drain was asked to stop while it waited for the database, or has no time left."""
+    """The drain was stopped while it waited for the database, or has no time left."""
 
 
-#: Its file, and a record that was read there.
+#: The id of a file, and a record read from it.
 _Unread = tuple[str, Record]
 
 
 class Drain:
-    """One thread that reads the files of the `owners`, and those that dead processes left.
+    """A thread that reads the outbox files of the `owners`, and the files of dead processes.
 
-    While the database is away, or forbids it, all waits. A record that the database refuses by itself is offered again
-    for some time, and then set aside in the database. From its thread it calls `taken` with an owner and what became of
-    its feedback, `tell` with what waits and whether the database is away, `refused` for each record that was set aside,
-    and `failed` if it cannot go on.
+    The drain waits while the database is unavailable or forbids writes. It retries a record that the database
+    refuses, then sets the record aside in the database. Its thread calls `taken` with an owner and the results of
+    its feedback, `tell` with the backlog and whether the database is unavailable, `refused` for each record set
+    aside, and `failed` when it cannot continue.
     """
 
     def __init__(
@@ -78,42 +78,42 @@ class Drain:
         self._folder, self._recording = folder, recording
         self._taken, self._report, self._refused, self._failed = taken, tell, refused, failed
         self._keep_s, self._stop_at = keep_s, float("inf")
-        self._offsets: dict[str, int] = {}  # up to which the ledger has each file
-        self._numbers: dict[str, int] = {}  # and the number of the last record there
-        self._others: set[str] = set()  # files that another service reads
+        self._offsets: dict[str, int] = {}  # by file: the offset up to which the ledger has its records
+        self._numbers: dict[str, int] = {}  # by file: the number of the last record in the ledger
+        self._others: set[str] = set()  # files that another service drains
         self._unreadable: set[str] = set()
-        self._drained: dict[str, float] = {}  # since when nothing is left of a file
-        self._forgotten: Collection[str] = ()  # files that are not kept once they are drained
-        self._began: dict[str, float] = {}  # since when the database refuses for this reason
+        self._drained: dict[str, float] = {}  # by file: when its last record was drained
+        self._forgotten: Collection[str] = ()  # files that are removed as soon as they are drained
+        self._began: dict[str, float] = {}  # by reason: since when the database refuses
         self._refusal: str | None = None
         self._away = False
         self._tell_at = self._compare_at = 0.0
-        #: When it last got an answer of the database, or needed none.
+        #: When the database last answered, or was not needed.
         self.moved_at = time.monotonic()
         self._waiting: deque[Future[bool]] = deque()
-        self._asked: list[Future[bool]] = []  # before the files were looked at
+        self._asked: list[Future[bool]] = []  # waiters from before the files were read
         self._wake, self._stop = threading.Event(), threading.Event()
-        #: Has the files read now: a request waits for what they hold.
+        #: Makes the drain read the files now: a request waits for their records.
         self.wake = self._wake.set
         self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
 
     def start(self) -> None:
-        """Begin with what dead processes left behind, then follow the owners."""
+        """Drain the files of dead processes, then those of the owners."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Move what is there, for STOP_S and unless the database is away: the rest waits for the next start."""
+        """Drain for at most STOP_S, and not while the database is unavailable; the rest waits for the next start."""
         self._stop_at = time.monotonic() + STOP_S
         self._stop.set()
         self._wake.set()
         self._thread.join()
 
     def forget(self) -> None:
-        """Keep no file that there is now once it is drained: a person was erased. Raises OSError."""
+        """Remove every present file as soon as it is drained, because a person was erased. Raises OSError."""
         self._forgotten = {name.removesuffix(SUFFIX) for name in names_in(self._folder)}
 
     async def wait_until_taken(self, timeout_s: float) -> bool:
-        """Wait until all that is on disk now is in the database. False if it is not by then, or away."""
+        """Wait until the database has all records on disk. Returns False on timeout or while it is unavailable."""
         waiter: Future[bool] = Future()
         self._waiting.append(waiter)
         self._wake.set()
@@ -141,7 +141,7 @@ class Drain:
             self._failed(LedgerError(f"the outbox cannot be moved into the database: {error!r}"))
 
     def _look(self) -> bool:
-        """Move all that the files hold now. False if some of it could not be read."""
+        """Move all records that the files hold now. Returns False if a file could not be read."""
         self._when_there(self._recording.check_place)
         self._refusal = None
         if time.monotonic() >= self._compare_at:
@@ -158,13 +158,13 @@ class Drain:
         return is_clear
 
     def _unread(self) -> list[tuple[Path, int]]:
-        """The files that are not drained, oldest first, and their ends at about one moment. Raises OSError."""
-        found = []  # a reply in one file comes before what another one says of it
+        """Return the files that are not drained, oldest first, with their sizes. Raises OSError."""
+        found = []  # sizes are read first: a reply in one file precedes its feedback in another
         for name in names_in(self._folder):
-            with contextlib.suppress(FileNotFoundError):  # another service has removed it
+            with contextlib.suppress(FileNotFoundError):  # another service has removed the file
                 file, end = (path := self._folder / name).stem, path.stat().st_size
                 if end > self._offsets.get(file, 0):
-                    self._drained.pop(file, None)  # it was found before its owner had locked it
+                    self._drained.pop(file, None)  # the file was found before its owner had locked it
                 if file not in self._drained:
                     found.append((path, end))
         return found
@@ -190,7 +190,7 @@ class Drain:
                             self._set_aside(reader.id, Record(found.data, number, found.end), "these bytes are damaged")
                     if reader.is_claimed and reader.size == end:
                         finished.append(reader.id)
-                        if not end:  # or its owner, which has not locked it yet, would append to what no drain reads
+                        if not end:  # its owner, which may not have locked it yet, must not append to a drained file
                             path.unlink()
             except FileNotFoundError:
                 continue
@@ -204,7 +204,7 @@ class Drain:
         return is_clear
 
     def _take(self, group: Sequence[_Unread]) -> None:
-        """Put records into the database; those that it refuses are set aside."""
+        """Write records into the database; set aside the records that it refuses."""
         if group and time.monotonic() >= self._stop_at:
             log.warning("outbox_left_for_the_next_start", reason="there is more than can be moved now")
             raise _Stopped
@@ -229,8 +229,8 @@ class Drain:
                     for each in group:
                         self._take([each])
                     return
-                # Once for all records that are refused for the same reason: a client's mistake that comes a hundred
-                # times would hold up everything for a hundred times as long.
+                # The wait counts once per reason: a hundred records with one mistake would delay all others a hundred
+                # times as long.
                 waited_s = time.monotonic() - self._began.setdefault(refusal, time.monotonic())
                 longest = RECORD_PATIENCE_S if isinstance(error, errors.RecordRefused) else PATIENCE_S
                 if not isinstance(error, LedgerError) or waited_s >= longest:
@@ -255,19 +255,19 @@ class Drain:
         self._refused()
 
     def _note(self, group: Sequence[_Unread]) -> None:
-        """The database has these records."""
+        """Note that the database has these records."""
         self._refusal = None
         for file, record in group:
             self._offsets[file], self._numbers[file] = record.end, max(self._numbers.get(file, 0), record.number)
 
     def _when_there(self, call: Callable[[], _Result]) -> _Result:
-        """What a verb of the ledger returns, once the database is there. Raises _Stopped."""
+        """Return the result of `call`, retried until the database is available. Raises _Stopped."""
         pause = _SHORTEST_PAUSE_S
         while True:
             try:
                 result = call()
             except errors.LedgerUnavailable as error:
-                # Not at the first failure, which may be no more than a broken connection.
+                # The first failure may be only a broken connection.
                 self._away = pause > _SHORTEST_PAUSE_S
                 if not self._away:
                     log.warning("database_away", reason=first_line(error))
@@ -278,7 +278,7 @@ class Drain:
                 return result
 
     def _wait(self, pause: float, refusal: str | None) -> None:
-        """Wait before something is offered again. Raises _Stopped."""
+        """Wait before a retry. Raises _Stopped."""
         self._refusal = refusal
         self._tell()
         if self._away or refusal is not None:
@@ -291,7 +291,7 @@ class Drain:
 
     def _answer(self, is_clear: bool, *others: Future[bool]) -> None:
         for waiter in (*self._asked, *others):
-            with contextlib.suppress(InvalidStateError):  # it has stopped waiting
+            with contextlib.suppress(InvalidStateError):  # the waiter has timed out
                 waiter.set_result(is_clear)
         self._asked = []
 
@@ -306,17 +306,17 @@ class Drain:
         self._compare_at = time.monotonic() + _COMPARE_S
 
     def _remove(self) -> None:
-        """Remove the drained files that are not kept any more. Raises OSError."""
+        """Remove the drained files whose retention has ended. Raises OSError."""
         disk = os.statvfs(self._folder)
         before = time.monotonic() - (self._keep_s if disk.f_bavail * disk.f_frsize > _ROOM_BYTES else 0.0)
         if not (gone := [file for file, at in self._drained.items() if at <= before or file in self._forgotten]):
             return
-        self._compare_numbers()  # the ledger may have lost some of them just now
+        self._compare_numbers()  # the ledger may have lost records since
         removed = []
         for file in (file for file in gone if file in self._drained):
             try:
                 (self._folder / f"{file}{SUFFIX}").unlink(missing_ok=True)
-            except OSError:  # forgotten, it would be read again
+            except OSError:  # a file that stays and is forgotten would be drained again
                 continue
             removed.append(file)
             for known in (self._drained, self._offsets, self._numbers):
@@ -324,7 +324,7 @@ class Drain:
         self._when_there(lambda: self._recording.note_removed(removed))
 
     def _tell(self) -> None:
-        """Tell what waits, if that was not done just now: a long backlog takes long to count."""
+        """Report the backlog at most every _TELL_S, and more rarely when counting it is slow."""
         self.moved_at = time.monotonic()
         if (began := time.monotonic()) < self._tell_at:
             return

@@ -1,4 +1,4 @@
-"""`python -m tuneloop.explorer.drain_folder CONFIG FOLDER`: puts what a left-over folder holds into the ledger."""
+"""`python -m tuneloop.explorer.drain_folder CONFIG FOLDER`: moves the records of a left-over folder into the ledger."""
 
 import asyncio
 import sys
@@ -14,12 +14,12 @@ from tuneloop.shared.logging import configure_logging
 from tuneloop.shared.settings.loader import load_settings
 from tuneloop.shared.settings.settings import Settings
 
-#: How long the database may be away.
+#: Longest wait for the database, in seconds.
 _PATIENCE_S = 60.0
 
 
 def drain_folder(settings: Settings, folder: Path) -> str:
-    """Drain the folder, and say what was found. Raises TuneloopError, OSError."""
+    """Drain the folder and return a summary. Raises TuneloopError, OSError."""
     convert([folder], folder)
     before, failures, set_aside = len(names_in(folder)), list[TuneloopError](), list[None]()
     with closing(LazyLedger.of(settings)) as ledger:
@@ -47,7 +47,7 @@ def drain_folder(settings: Settings, folder: Path) -> str:
 
 
 def main() -> None:
-    """Drain, and exit with 1 where something is left to do."""
+    """Drain the folder; exit with 1 if records remain."""
     configure_logging()
     config, folder = map(Path, sys.argv[1:])
     try:

@@ -1,10 +1,10 @@
-"""The edge of a worker: HTTP/1.1 with the bounds that no ASGI app can set, and the ASGI app that lets requests in.
+"""The edge of a worker: an HTTP/1.1 protocol with limits that no ASGI app can set, and the app that admits requests.
 
-The protocol is uvicorn's, on which only this module depends. It bounds heads and the time that they take, closes idle
+The protocol extends uvicorn's; no other module depends on it. It limits the size and the time of heads, closes idle
 connections, ignores offers to upgrade, and refuses trailers.
 
-The app holds a request to the limits, and has it answered. Requests for replies are answered past FastAPI, which costs
-more than all that is done for them. It has all others.
+The app applies the limits and dispatches requests. Requests for replies bypass FastAPI, whose overhead exceeds all
+other work on them.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ from tuneloop.shared.errors import RequestRefused
 
 log = structlog.get_logger()
 
-#: The most bytes of a request's line and headers together, and of what stands between the chunks of a body.
+#: Most bytes of a request's line and headers together, and of the data between two chunks of a body.
 MAX_HEAD_BYTES = 64 << 10
 
-#: How long a client may go on sending after its last response, which a connection closed at once might lose.
+#: Seconds for which a refused client may continue to send. A connection that is closed at once may lose the response.
 LINGER_S = 2.0
 
-#: Proxies cut a response that is silent for a minute, some of half a minute. A stream is silent for at most twice this.
+#: Proxies cut a response that is silent for 30 to 60 seconds. A stream is silent for at most twice this interval.
 KEEP_ALIVE_S = 15.0
 
 
 class Http11(HttpToolsProtocol):
     """One connection, within the `connections` of the app that it serves."""
 
-    _answered: Any = None  # the cycle that is being answered, or was last
+    _answered: Any = None  # the cycle of the current or the last request
     _head_complete, _message_complete = False, True
-    _refusal: RequestRefused | None = None  # the last answer of this connection, which follows those under way
-    _timer: asyncio.TimerHandle | None = None  # until when a head must be complete
-    _unread: asyncio.TimerHandle | None = None  # until when the client must have read something
+    _refusal: RequestRefused | None = None  # the last response of this connection, sent after those in progress
+    _timer: asyncio.TimerHandle | None = None  # deadline of an incomplete head
+    _unread: asyncio.TimerHandle | None = None  # deadline for the client to read
     _lingers = _has_read = False
     _head_bytes = _body_bytes = 0
 
@@ -63,13 +63,13 @@ class Http11(HttpToolsProtocol):
         self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what the client sends; refuse what is no request, and a head that is too long."""
+        """Parse received data; refuse malformed requests and heads that are too long."""
         if self._refusal is not None or self._lingers:
             return
         self._unset_keepalive_if_required()
         self._body_bytes, self._has_read = 0, False
         unread: memoryview | None = memoryview(data)
-        while unread is not None and self._refusal is None:  # each time round a request that offers an upgrade
+        while unread is not None and self._refusal is None:  # each pass handles one request that offers an upgrade
             unread = self._parse(unread)
         if self._refusal is not None or self.transport.is_closing():
             return
@@ -85,14 +85,14 @@ class Http11(HttpToolsProtocol):
             self._wait_for_head()
 
     def _parse(self, data: memoryview) -> memoryview | None:
-        """Feed the parser; what is still to be read, where a request offers an upgrade."""
+        """Feed the parser. Returns the unparsed rest if a request offers an upgrade."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             if self.scope["method"] == "CONNECT":
                 self._refuse(RequestRefused("CONNECT is not allowed here", status=405, code="method_not_allowed"))
                 return None
-            # Read again without the offer, with which the parser would not read the body.
+            # Parse the head again without the offer: with it the parser would skip the body.
             headers = _lines([each for each in self.headers if each[0] != b"upgrade"])
             first = b"%b %b HTTP/1.1\r\n" % (self.scope["method"].encode(), self.url)
             self.parser = httptools.HttpRequestParser(self)
@@ -147,7 +147,7 @@ class Http11(HttpToolsProtocol):
                 self._limits.idle.setdefault(self)
 
     def pause_writing(self) -> None:
-        """Give the client some time to read on."""
+        """Start the client's deadline to read."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._limits.read_timeout_s, self.transport.abort)
 
@@ -156,7 +156,7 @@ class Http11(HttpToolsProtocol):
         _cancel(self._unread)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Notify all that answer requests; uvicorn notifies the last one only."""
+        """Notify every cycle of the connection; uvicorn notifies the last one only."""
         super().connection_lost(exc)
         for cycle in (self._answered, self.cycle):
             if cycle is not None:
@@ -167,7 +167,7 @@ class Http11(HttpToolsProtocol):
         self._limits.idle.pop(self, None)
         self.pipeline.clear()
         if self.cycle is not None:
-            self.cycle.on_response = _do_nothing  # else the two would hold each other, as would this and its app
+            self.cycle.on_response = _do_nothing  # breaks the reference cycles of protocol, request cycle and app
         self._answered = self.app = self._timer = self._unread = None
 
     @property
@@ -187,7 +187,7 @@ class Http11(HttpToolsProtocol):
             self._refuse(RequestRefused("the headers did not come in time", status=408, code="head_timeout"))
 
     def _refuse(self, error: RequestRefused) -> None:
-        """Refuse what is being read, when what came before it is answered, and close the connection."""
+        """Refuse the current request after the responses before it, then close the connection."""
         if self._refusal is not None or self.transport.is_closing():
             return
         self._refusal = error
@@ -213,14 +213,14 @@ class Http11(HttpToolsProtocol):
             self._linger()
 
     def _linger(self) -> None:
-        """Close the connection in a moment: its client may be sending still, and would lose what is written to it."""
+        """Close the connection after LINGER_S: a client that is still sending would lose the response."""
         self.flow.resume_reading()
         self.transport.write_eof()
         self.loop.call_later(LINGER_S, self.transport.close)
 
 
 async def _run_app(protocol: Http11, app: Any, scope: Any, receive: Any, send: Any) -> None:
-    """Answer a request by the app; a response that it leaves unfinished breaks off the connection."""
+    """Run the app for a request. A response that the app leaves unfinished aborts the connection."""
     cycle = protocol._answered = receive.__self__
     if cycle.more_body or scope["http_version"] == "1.0":
         send = partial(_send, protocol, cycle)
@@ -228,12 +228,12 @@ async def _run_app(protocol: Http11, app: Any, scope: Any, receive: Any, send: A
         await app(scope, receive, send)
     finally:
         if cycle.response_started and not cycle.response_complete and not cycle.disconnected:
-            cycle.disconnected = True  # else uvicorn would log that it is unfinished
+            cycle.disconnected = True  # otherwise uvicorn would log the unfinished response
             protocol.transport.close()
 
 
 async def _send(protocol: Http11, cycle: Any, message: Any) -> None:
-    """Send a message of a response that starts before all of its request has come, or is HTTP/1.0's without chunks."""
+    """Send a message of a response that starts before its request is complete, or to HTTP/1.0 without chunks."""
     if message["type"] == "http.response.start":
         cycle.keep_alive = cycle.keep_alive and not cycle.more_body
         if cycle.scope["http_version"] == "1.0" and all(name != b"content-length" for name, _ in message["headers"]):
@@ -269,7 +269,7 @@ _REQUEST_ID = b"x-request-id"
 
 
 class ClientRequest:
-    """A client's request: its head, its body, who sends it and what it takes; and its response, over ASGI."""
+    """A client's request over ASGI: head, body and sender; and the response to it."""
 
     def __init__(
         self, scope: Any, receive: Any, send: Any, *, caller: Caller, meter: RequestMeter, more: Headers
@@ -288,7 +288,7 @@ class ClientRequest:
         return next((str(value, "latin-1") for each, value in self._scope["headers"] if each == name), None)
 
     async def body(self, max_bytes: int) -> bytes:
-        """The whole body. Its reader is cancelled when the client leaves. Raises RequestRefused."""
+        """Read the whole body. A disconnect of the client cancels the reader. Raises RequestRefused."""
         body = await read_body(self.meter.receiver(self._receive), self.header(b"content-length"), max_bytes)
         self._watching = asyncio.create_task(self._watch(asyncio.current_task()))
         return body
@@ -304,7 +304,7 @@ class ClientRequest:
         _cancel(self._timer)
         if self._watching is not None:
             self._watching.cancel()
-            self._watching = None  # else the two would hold each other
+            self._watching = None  # breaks a reference cycle
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
@@ -315,11 +315,11 @@ class ClientRequest:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._more]})
 
     def keep_alive(self, headers: Headers, event: bytes) -> None:
-        """Send `event` whenever nothing else was sent for a while; begin the response for it, if need be."""
+        """Send `event` in each silent interval; start the response first if necessary."""
         self._is_silent = True
 
         def fill_silence() -> None:
-            if self._is_silent and self._unsent is None:  # a client that reads too slowly gets no event
+            if self._is_silent and self._unsent is None:  # no event for a client that reads too slowly
                 start = {"type": "http.response.start", "status": 200, "headers": [*headers, *self._more]}
                 self.started = self.started or self._send_now(start) is None
                 if self.started:
@@ -329,13 +329,13 @@ class ClientRequest:
         self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, fill_silence)
 
     def write(self, chunk: bytes) -> bool:
-        """Send a chunk, without a task in between; False where the client reads too slowly: `drain` sends it then."""
+        """Send a chunk without a task. Returns False if the client reads too slowly; then `drain` sends the chunk."""
         self._is_silent = False
         self._unsent = self._send_now({"type": "http.response.body", "body": chunk, "more_body": True})
         return self._unsent is None
 
     def _send_now(self, message: Any) -> "_Suspended | None":
-        """Send a message, or begin to where the client reads too slowly: what is returned then has not been sent."""
+        """Send a message. Returns the suspended send if the client reads too slowly."""
         sending = self._send(message).__await__()
         try:
             return _Suspended(sending, next(sending))
@@ -347,7 +347,7 @@ class ClientRequest:
         return self._unsent is not None
 
     async def drain(self) -> None:
-        """Send the chunk that waits, when the client has read most of what was written."""
+        """Send the pending chunk when the client has read most of the earlier data."""
         if self._unsent is not None:
             await self._unsent
             self._unsent = None
@@ -364,7 +364,7 @@ class ClientRequest:
 
 
 class _Suspended:
-    """An awaitable that was begun outside a task, and now goes on in one; it waits for what it has yielded."""
+    """Continues an awaitable that started outside a task; waits for the future that it has yielded."""
 
     def __init__(self, sending: Generator[Any, Any, Any], waits_for: Any) -> None:
         self._sending, self._waits_for = sending, waits_for
@@ -374,12 +374,12 @@ class _Suspended:
         yield from self._sending
 
 
-#: Answers a request for a reply. It is cancelled when the client disconnects.
+#: Answers a request for a reply. A disconnect of the client cancels it.
 SamplingRoute = Callable[[ClientRequest], Awaitable[None]]
 
 
 class Edge:
-    """The app. `routes` are for requests for replies; `app` has all others. Without a gate everybody may come in."""
+    """The ASGI app. `routes` answer requests for replies, `app` all others. Without a gate it admits every request."""
 
     def __init__(
         self,
@@ -435,11 +435,11 @@ class Edge:
 
 
 async def _answer(route: SamplingRoute, request: ClientRequest) -> None:
-    """Answer a request for a reply; a response that is left unfinished breaks off its connection."""
+    """Answer a request for a reply; abort the connection if the response is unfinished."""
     try:
         await route(request)
     except asyncio.CancelledError:
-        if not (request.client_left or request.started):  # the server is stopping and has waited long enough
+        if not (request.client_left or request.started):  # the server stops and its grace period has ended
             request.stop_watching()
             await request.refuse(
                 RequestRefused("the service is stopping", status=503, code="stopping", retry_after_s=1.0)
@@ -458,9 +458,9 @@ async def _answer(route: SamplingRoute, request: ClientRequest) -> None:
 
 
 class _Answer:
-    """Sends an answer of FastAPI's with `x-request-id`, no faster than its client reads it.
+    """Sends a response of FastAPI with `x-request-id`, at the speed at which its client reads.
 
-    A large one is held until its last piece is sent; where there is no room for it, a refusal is sent in its place.
+    A large response is held until its last piece is sent. Without room for it, a refusal is sent instead.
     """
 
     def __init__(self, scope: Any, receive: Any, send: Any, *, meter: RequestMeter, more: Headers) -> None:

@@ -15,10 +15,10 @@ from tuneloop.explorer.transcript import ReplyIdSigner
 from tuneloop.shared.errors import LedgerUnavailable, RequestRefused
 from tuneloop.shared.ledger.reports import Reports
 
-#: The most responses of a conversation: each of them is looked up.
+#: Most responses of one conversation; each costs one read of the ledger.
 MAX_RESPONSES = 1000
 
-#: Bytes of them together, requests and replies. They may have as many values as a body.
+#: Most bytes of all requests and replies of one conversation. The number of JSON values has the limit of a body.
 MAX_BYTES = 32 << 20
 
 _FLUSH_TIMEOUT_S = 5.0
@@ -61,7 +61,7 @@ class Conversations:
         self._reports = reports
 
     async def read(self, response_id: str, caller: Caller) -> Sequence[dict[str, Any]]:
-        """The messages up to a response, and its text. Raises RequestRefused, LedgerUnavailable while it is unknown."""
+        """Return the messages up to a response, and its text. Raises RequestRefused, LedgerUnavailable."""
         flushed = await self._wait_until_taken(_FLUSH_TIMEOUT_S)
         if flushed and (last := self._signer.parse(response_id, caller.tenant)) is not None:
             read = partial(self._reports.reply, caller.tenant, last.msg_id)

@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -68,6 +68,59 @@ _UNLOAD_S, _MOST_UNLOADING = 0.5, 4
 _FAILURES = 2
 
 
+class AdapterAttestation:
+    """Periodic proofs of the policies' adapters that engines hold."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        locks: Mapping[int, asyncio.Lock],
+        *,
+        metrics: Metrics,
+        distrust: Callable[[Mismatch], Awaitable[None]],
+    ) -> None:
+        """`locks`: one for each engine, held while an adapter is loaded or unloaded there."""
+        self._fleet, self._locks, self._metrics, self._distrust = fleet, locks, metrics, distrust
+        #: By engine and version: when the last successful proof began, in seconds since boot, and its probe.
+        self.proofs: dict[tuple[int, int], tuple[float, Probe]] = {}
+
+    async def attest(self, engines: Sequence[Engine], interval_s: float) -> None:
+        """Prove each adapter that was asked since its last proof, every `interval_s` seconds; unload a wrong one.
+
+        What a wrong adapter has sampled since its last successful proof is not trained on; the next request for its
+        version has the files verified and loaded again.
+        """
+        for engine in engines:
+            idle = await self._fleet.idle_times(engine)
+            for number, adapter in [*engine.control.held.items()]:
+                (proven_s, probe), began_s = self.proofs[engine.number, number], since_boot()
+                age_s = began_s - proven_s
+                if age_s < interval_s or idle.get(number, math.inf) > age_s:
+                    continue
+                try:
+                    await engine.control.prove_adapter(adapter.renaming.adapter_name, probe)
+                except (EngineError, CheckpointRejected) as error:
+                    reason, is_wrong = str(error), isinstance(error, CheckpointRejected)
+                else:
+                    self._metrics.probes.labels("matched").inc()
+                    self.proofs[engine.number, number] = began_s, probe
+                    continue
+                if not is_wrong:
+                    self._metrics.probes.labels("failed").inc()
+                    log.warning("engine_not_probed", engine=engine.number, version=number, reason=reason)
+                is_lost = "does not exist" in reason  # vLLM's answer
+                if engine.control.held.get(number) is not adapter or not (is_wrong or is_lost):
+                    continue
+                del engine.control.held[number]
+                await self._fleet.set_state(engine, engine.state)  # the workers stop choosing it
+                if is_wrong:
+                    since, until = steady_clock.time_at(proven_s), steady_clock()
+                    await self._distrust(Mismatch(engine.number, number, since, until, reason, {}, of_version=True))
+                async with self._locks[engine.number]:
+                    if number not in engine.control.held:
+                        await engine.control.let_go(adapter)
+
+
 class PolicyServing:
     def __init__(
         self,
@@ -81,7 +134,6 @@ class PolicyServing:
         distrust: Callable[[Mismatch], Awaitable[None]],
     ) -> None:
         """`places` are the engines that hold adapters: one of each process."""
-        self._distrust = distrust
         self._settings, self._fleet, self._places = settings, fleet, places
         self._ledger, self._metrics, self._totals = ledger, metrics, totals
         self._verifier = Verifier.of(settings)
@@ -96,8 +148,7 @@ class PolicyServing:
         self._brought: dict[int, int] = {}
         self._arriving: Counter[int] = Counter()
         self._locks = {engine.number: asyncio.Lock() for engine in places}
-        #: The probe of each version that an engine holds, and when its last successful proof began, since boot.
-        self._proofs: dict[tuple[int, int], tuple[float, Probe]] = {}
+        self.attestation = AdapterAttestation(fleet, self._locks, metrics=metrics, distrust=distrust)
         self._loads: dict[int, asyncio.Task[str]] = {}
         self._unloading: set[asyncio.Task[None]] = set()
         self._failures: Counter[int] = Counter()
@@ -123,7 +174,7 @@ class PolicyServing:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(every(self._interval_s, look, task="policies", metrics=self._metrics))
-            group.create_task(every(self._interval_s, self.attest, task="policy_proofs", metrics=self._metrics))
+            group.create_task(every(self._interval_s, self._attest, task="policy_proofs", metrics=self._metrics))
 
     async def turn(self) -> None:
         await self._read()
@@ -355,47 +406,14 @@ class PolicyServing:
                     await asyncio.wait(self._unloading, return_when=asyncio.FIRST_COMPLETED)
                 began_s = since_boot()
                 await control.hold(number, actor_of(version), probe)
-                self._proofs[engine.number, number] = began_s, probe
+                self.attestation.proofs[engine.number, number] = began_s, probe
                 self._brought[number] = version.policy
                 await self._fleet.set_state(engine, engine.state)  # the workers choose it from now on
         finally:
             self._arriving[number] -= 1
 
-    async def attest(self) -> None:
-        """Prove each adapter that was asked since its last proof, every `probe_interval` seconds; unload a wrong one.
-
-        What a wrong adapter has sampled since its last successful proof is not trained on; the next request for its
-        version has the files verified and loaded again.
-        """
-        for engine in self._ready():
-            idle = await self._fleet.idle_times(engine)
-            for number, adapter in [*engine.control.held.items()]:
-                (proven_s, probe), began_s = self._proofs[engine.number, number], since_boot()
-                age_s = began_s - proven_s
-                if age_s < self._settings.explorer.probe_interval or idle.get(number, math.inf) > age_s:
-                    continue
-                try:
-                    await engine.control.prove_adapter(adapter.renaming.adapter_name, probe)
-                except (EngineError, CheckpointRejected) as error:
-                    reason, is_wrong = str(error), isinstance(error, CheckpointRejected)
-                else:
-                    self._metrics.probes.labels("matched").inc()
-                    self._proofs[engine.number, number] = began_s, probe
-                    continue
-                if not is_wrong:
-                    self._metrics.probes.labels("failed").inc()
-                    log.warning("engine_not_probed", engine=engine.number, version=number, reason=reason)
-                is_lost = "does not exist" in reason  # vLLM's answer
-                if engine.control.held.get(number) is not adapter or not (is_wrong or is_lost):
-                    continue
-                del engine.control.held[number]
-                await self._fleet.set_state(engine, engine.state)  # the workers stop choosing it
-                if is_wrong:
-                    since, until = steady_clock.time_at(proven_s), steady_clock()
-                    await self._distrust(Mismatch(engine.number, number, since, until, reason, {}, of_version=True))
-                async with self._locks[engine.number]:
-                    if number not in engine.control.held:
-                        await engine.control.let_go(adapter)
+    async def _attest(self) -> None:
+        await self.attestation.attest(self._ready(), self._settings.explorer.probe_interval)
 
     async def unload(self, engine: Engine, adapter: AdapterView) -> None:
         waiting = self._fleet.wait_until_idle(engine, adapter.version)

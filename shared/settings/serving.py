@@ -221,7 +221,7 @@ class CaptureSettings(Section):
     """Replies for which [engines](architectures.md#engines-of-others) return log-probabilities, at a cost:
     `all`, a `share`, or one in a hundred (`none`). The trainer recomputes the others. The same for both services."""
     share: Share = 0.05
-    """The share of replies that `share` captures."""
+    """The share of the time in which `share` captures all replies."""
     max_mismatch: PositiveReal = 0.01
     """How far recomputed log-probabilities may diverge from captured ones, in nats a token (k3).
     Beyond it `capture_mismatch` is raised, and all are captured. _Train._"""

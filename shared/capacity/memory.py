@@ -39,6 +39,9 @@ _QUANTIZED = {8: 1.0, 4: 0.5 + (1 + 8 / NF4_GROUP) / NF4_BLOCK}
 #: The most and the least tokens at once that are chosen, and the share of the room that they may fill.
 _MOST, _LEAST, _USED = 32768, 1024, 0.95
 
+#: The least with activations kept: a longer sequence is not cut, and takes more memory than is computed.
+_LEAST_KEPT = 4096
+
 #: Policies that a trainer keeps in memory, with adapters of actor and critic and optimizers; others go on from disk.
 POLICIES_IN_MEMORY = 8
 
@@ -259,7 +262,8 @@ def _choices(settings: Settings) -> Iterator[Settings]:
     fixed = settings.trainer.activation_checkpointing
     for checkpointing in (False, True) if fixed is None else (fixed,):
         tokens, again = _MOST, checkpointing or fixed
-        while tokens >= _LEAST:
+        least = _LEAST if checkpointing or fixed is not None else _LEAST_KEPT
+        while tokens >= least:
             yield with_trainer(settings, micro_batch_tokens=tokens, activation_checkpointing=again)
             tokens //= 2
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 from sources import ROOT, SOURCES, functions
 
-SOURCE_LINES = 67_379
+SOURCE_LINES = 67_383
 TEST_LINES = 81_388
 OPTIONS = 172
 #: Per thousand of all functions.

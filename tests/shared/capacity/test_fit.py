@@ -25,9 +25,9 @@ def settings_of(folder: Path, **sections: Any) -> Settings:
     [
         (80, {}, (32768, False)),
         (48, {}, (8192, False)),
-        (24, EIGHT_BITS, (1024, False)),
+        (24, EIGHT_BITS, (8192, True)),
         (21, EIGHT_BITS, (1024, True)),
-        (24, {"algorithm_type": "reinforce"}, (2048, False)),
+        (24, {"algorithm_type": "reinforce"}, (32768, True)),
     ],
 )
 def test_what_is_chosen_for_the_06b_shape_fits(

@@ -9,7 +9,7 @@ from collections import Counter
 from sources import ROOT, SOURCES, functions
 
 SOURCE_LINES = 67_383
-TEST_LINES = 81_388
+TEST_LINES = 81_394
 OPTIONS = 172
 #: Per thousand of all functions.
 PRIVATE_USED_ONCE = 121
